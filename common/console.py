@@ -1,0 +1,125 @@
+"""What a stage prints, how it fails, and with which exit code.
+
+Lines carry a greppable prefix, one fact a line: [plan] [ok] [warn] [FAIL] [step] [done].
+Exit codes: 0 done, 1 crash, 2 usage, 3 a precondition is missing, 4 the output exists,
+5 ran, but its own verification failed.
+"""
+
+import json
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+
+EXIT_CRASH, EXIT_USAGE, EXIT_PRECONDITION, EXIT_EXISTS, EXIT_VERIFY = 1, 2, 3, 4, 5
+
+
+class StageError(Exception):
+    """A failure with a known cause. Its text says what was expected, what was found and what mends it."""
+
+    code = EXIT_CRASH
+
+    def __init__(self, expected: str, found: str, mend: str):
+        self.expected, self.found, self.mend = expected, found, mend
+        super().__init__(f"expected {expected}; found {found}; to mend: {mend}")
+
+
+class Precondition(StageError):
+    """Something an earlier stage, the machine or the user must supply is missing (exit 3)."""
+
+    code = EXIT_PRECONDITION
+
+
+class OutputExists(StageError):
+    """The output is already there and no flag said what to do about it (exit 4)."""
+
+    code = EXIT_EXISTS
+
+
+class VerifyFailed(StageError):
+    """The stage ran, but what it wrote does not pass its own check (exit 5)."""
+
+    code = EXIT_VERIFY
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def plan(key: str, value) -> None:
+    say(f"[plan] {key}: {value}")
+
+
+def ok(name: str, detail="") -> None:
+    say(f"[ok] {name}: {detail}" if detail != "" else f"[ok] {name}")
+
+
+def warn(name: str, detail) -> None:
+    say(f"[warn] {name}: {detail}")
+
+
+def fail(name: str, detail) -> None:
+    say(f"[FAIL] {name}: {detail}")
+
+
+def done(stage: str, **facts) -> None:
+    """The last line of a stage that succeeded: what it wrote, as key=value."""
+    say(" ".join([f"[done] {stage}", *(f"{k}={v}" for k, v in facts.items())]))
+
+
+def run_stage(stage: str, main) -> int:
+    """Run `main() -> int`, turning a StageError into one [FAIL] line on stderr and its exit code.
+
+    Any other exception passes through with its traceback (exit 1): it is our bug, not the user's.
+    """
+    try:
+        return main()
+    except StageError as error:
+        print(f"[FAIL] {stage}: {error}", file=sys.stderr, flush=True)
+        return error.code
+    except KeyboardInterrupt:
+        print(f"[FAIL] {stage}: interrupted", file=sys.stderr, flush=True)
+        return 130
+
+
+def human_bytes(n: float) -> str:
+    """Bytes with a binary unit: 28.26 GiB. Every size this project prints is 2**10-based."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024 or unit == "GiB":
+            return f"{n:.0f} B" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    raise AssertionError("unreachable")
+
+
+def need_disk(path: Path, nbytes: int, what: str) -> None:
+    """Raise Precondition unless the file system of `path` (which may not exist yet) has `nbytes` free."""
+    there = Path(path).absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if free < nbytes:
+        raise Precondition(f"{human_bytes(nbytes)} free at {there} for {what}", human_bytes(free), "free some space or pass another --out")
+
+
+def _finite(value):
+    """JSON has no NaN or infinity: null stands for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
+
+
+def write_json(path: Path, value) -> None:
+    """Write strict JSON beside its place, then rename: a reader sees the old file or the whole new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as f:
+        f.write(json.dumps(_finite(value), indent=2, allow_nan=False, default=str) + "\n")
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
