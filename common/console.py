@@ -102,6 +102,17 @@ def need_disk(path: Path, nbytes: int, what: str) -> None:
         raise Precondition(f"{human_bytes(nbytes)} free at {there} for {what}", human_bytes(free), "free some space or pass another --out")
 
 
+def replace_folder(new: Path, place: Path) -> None:
+    """Rename a finished folder to its place. A folder that stood there is moved aside first and deleted last."""
+    new, place = Path(new), Path(place)
+    old = place.with_name(place.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        os.replace(place, old)
+    os.replace(new, place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def _finite(value):
     """JSON has no NaN or infinity: null stands for them."""
     if isinstance(value, float) and not math.isfinite(value):

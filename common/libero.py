@@ -1,0 +1,335 @@
+"""LIBERO as the model sees it: LeRobot v3 windows, the canvas, the prompt and its token ids, and the encoded cache.
+
+Terms. A window is 17 consecutive frames of one episode; its chunk is the 16 actions between them. Each window becomes
+    frames uint8 [3, 17, 192, 320] -> latents bf16 [48, 5, 10, 20]      (a 17-frame clip; the bottom padding is cropped after the VAE)
+    actions float32 [16, 7]        -> encoded, normalized [16, 10]
+    task and idle-frame count      -> a JSON prompt -> 134..146 chat tokens + 2
+What is particular to one robot is one `Embodiment` value. torch and torchvision are imported where they are used.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common import rot6d
+from common.console import Precondition
+
+# Candidate canvases (width, height) of the 256 tier and the name that the prompt gives their aspect ratio (cosmos-framework's table).
+CANVASES = {(256, 256): "1,1", (320, 256): "4,3", (256, 320): "3,4", (320, 192): "16,9", (192, 320): "9,16"}
+VAE_SPATIAL, VAE_TEMPORAL = 16, 4  # Wan2.2: latent pixels and frames per picture pixel and frame
+MAX_CHAT_TOKENS = 4096
+# A frame is idle when it moves less than this, in units per second and degrees per second; runs shorter than 3 do not count.
+IDLE_POSITION, IDLE_DEGREES, IDLE_GRIPPER, IDLE_RUN = 5e-3, 1.5, 0.01, 3
+VAL_RATIO, VAL_SEED = 0.01, 0  # held-out episodes per suite
+CACHE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Embodiment:
+    """Everything that another robot would change."""
+
+    name: str
+    domain_id: int  # row of the domain-aware action heads
+    suites: tuple[str, ...]
+    cameras: tuple[str, ...]  # video keys, left to right in the mosaic
+    camera_size: int  # every view is resized to this square before the mosaic, pixels
+    framing: str  # the prompt's sentences on the camera views
+    action_key: str
+    action_dim: int  # stored channels
+    raw_action_dim: int  # encoded channels: position 0:3, rot6d 3:9, gripper 9
+    encode: Callable  # stored [..., action_dim] -> encoded [..., raw_action_dim]
+    decode: Callable  # the inverse
+    chunk: int  # actions per window; a window has chunk + 1 frames
+    fps: float  # the frame rate that the recipe and the built-in stats are for
+
+    @property
+    def frames(self) -> int:
+        return self.chunk + 1
+
+    def describe(self) -> dict:
+        """The JSON-ready part, for manifests and policy.json."""
+        return {k: v for k, v in asdict(self).items() if not callable(v)}
+
+
+LIBERO = Embodiment(
+    name="libero",
+    domain_id=5,
+    suites=("libero_spatial", "libero_object", "libero_goal", "libero_10"),
+    cameras=("observation.images.image", "observation.images.wrist_image"),
+    camera_size=256,
+    framing="This video contains concatenated views from multiple camera perspectives. "
+    "The left half shows the third-person view; the right half shows the wrist-mounted camera.",
+    action_key="action",
+    action_dim=7,
+    raw_action_dim=10,
+    encode=rot6d.encode_action,
+    decode=rot6d.decode_action,
+    chunk=16,
+    fps=20.0,
+)
+
+
+# ---------------------------------------------------------------- canvas
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Where a picture lies on the padded canvas, pixels. The content starts at the top left corner."""
+
+    height: int
+    width: int
+    content_height: int
+    content_width: int
+
+    @property
+    def latent_size(self) -> tuple[int, int]:
+        """Latent rows and columns that are kept: the padding is cropped away after the VAE."""
+        return self.content_height // VAE_SPATIAL, self.content_width // VAE_SPATIAL
+
+
+def canvas_for(height: int, width: int) -> Canvas:
+    """The canvas of the 256 tier nearest in height / width; the content shrinks to fit and never grows."""
+    w, h = min(CANVASES, key=lambda c: abs(height / width - c[1] / c[0]))
+    scale = min(w / width, h / height, 1.0)
+    return Canvas(h, w, int(scale * height + 0.5), int(scale * width + 0.5))
+
+
+def mosaic_canvas(robot: Embodiment) -> Canvas:
+    return canvas_for(robot.camera_size, robot.camera_size * len(robot.cameras))
+
+
+def snap(frames):
+    """uint8 tensor [..., 3, h, w] -> uint8 [..., 3, canvas h, canvas w]: bicubic antialiased resize, then reflect padding right and below."""
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms import functional as F
+
+    c = canvas_for(*frames.shape[-2:])
+    frames = F.resize(frames, [c.content_height, c.content_width], InterpolationMode.BICUBIC, antialias=True)
+    right, below = c.width - c.content_width, c.height - c.content_height
+    mirror = right < c.content_width and below < c.content_height  # a mirror shows at most what there is
+    return F.pad(frames, [0, 0, right, below], padding_mode="reflect" if mirror else "edge")
+
+
+def mosaic(views, size: int):
+    """Camera views, each uint8 [T, 3, h, w], left to right -> uint8 [T, 3, size, size * len(views)]."""
+    import torch
+
+    square = []
+    for view in views:
+        if tuple(view.shape[-2:]) != (size, size):
+            resized = torch.nn.functional.interpolate(view.float() / 255, (size, size), mode="bilinear", align_corners=False)
+            view = (resized * 255).clamp(0, 255).to(torch.uint8)
+        square.append(view)
+    return torch.cat(square, -1)
+
+
+# ---------------------------------------------------------------- prompt
+
+
+def idle_frames(action, fps: float) -> int:
+    """Frames of a chunk [n, 7 or 10] (not normalized) that stand still: small position step, small rotation, unchanged gripper, in runs of 3 or more."""
+    action = np.asarray(action, np.float64)
+    vector = action[:, 3:6] if action.shape[-1] == 7 else rot6d.rot6d_to_axis_angle(action[:, 3:9])
+    angle = np.linalg.norm(rot6d.matrix_to_axis_angle(rot6d.axis_angle_to_matrix(vector)), axis=-1)
+    gripper = np.abs(np.diff(action[:, -1], prepend=action[:1, -1]))
+    still = (np.linalg.norm(action[:, :3], axis=-1) < IDLE_POSITION / fps) & (angle < np.deg2rad(IDLE_DEGREES) / fps) & (gripper < IDLE_GRIPPER)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], still, [False]])))
+    runs = edges[1::2] - edges[::2]
+    return int(runs[runs >= IDLE_RUN].sum())
+
+
+def build_prompt(task: str, idle: int, fps: float, robot: Embodiment = LIBERO) -> str:
+    """The JSON prompt of one window, byte for byte as the reference formats it (key order and separators included)."""
+    text = task.strip()
+    if text and text[-1] not in ".!?":
+        text += "."
+    seconds = robot.frames / fps
+    end = round(seconds)
+    canvas = mosaic_canvas(robot)
+    content = {
+        "cinematography": {"framing": robot.framing},
+        "actions": [{"time": f"0:00-{end // 60}:{end % 60:02d}", "description": text, "idle_frame": f"{idle} out of {robot.chunk}."}],
+        "duration": f"{int(seconds)}s",
+        "fps": float(fps),
+        "resolution": {"H": canvas.height, "W": canvas.width},
+        "aspect_ratio": CANVASES[canvas.width, canvas.height],
+    }
+    return json.dumps(content)
+
+
+def load_tokenizer(folder: Path):
+    """text_tokenizer/ of a Cosmos3 folder -> (tokenizers.Tokenizer, end-of-text id, vision-start id)."""
+    from tokenizers import Tokenizer
+
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise Precondition("a tokenizer", f"no tokenizer.json in {folder}", "python 02_cache_models.py download")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    eos = config["eos_token"]
+    ids = [tokenizer.token_to_id(t) for t in (eos["content"] if isinstance(eos, dict) else eos, "<|vision_start|>", "<|im_start|>", "<|im_end|>")]
+    if None in ids:
+        raise Precondition("Qwen's special tokens", f"one is missing in {folder}", "use the text_tokenizer/ of nvidia/Cosmos3-Nano")
+    return tokenizer, ids[0], ids[1]
+
+
+def prompt_ids(tokenizer, prompt: str) -> np.ndarray:
+    """Token ids, int64 [und_len], of a prompt in Qwen's chat form without system prompt, cut to 4096, then eos and <|vision_start|>.
+
+    `tokenizer` is what load_tokenizer returns. The dropped prompt (classifier-free guidance) is the empty string: 10 tokens.
+    """
+    encoder, eos, vision_start = tokenizer
+    chat = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+    return np.array([*encoder.encode(chat, add_special_tokens=False).ids[:MAX_CHAT_TOKENS], eos, vision_start], np.int64)
+
+
+# ---------------------------------------------------------------- LeRobot v3
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One LeRobot v3 data set, its table columns in memory. Frames are global row numbers, sorted by `index`."""
+
+    name: str
+    root: Path
+    fps: float
+    tasks: dict[int, str]
+    episodes: list[dict]  # rows of meta/episodes, by episode_index
+    start: np.ndarray  # int64 [episodes + 1]: first row of each episode, then the row count
+    task: np.ndarray  # int64 [frames]
+    timestamp: np.ndarray  # float64 [frames], seconds from the start of the episode
+    actions: np.ndarray  # float32 [frames, action_dim], as stored
+    video_path: str
+
+
+def read_tasks(root: Path) -> dict[int, str]:
+    """meta/tasks.parquet -> {task_index: text}. The text is the table's index or a column `task`; row order means nothing."""
+    import pandas as pd
+
+    table = pd.read_parquet(Path(root) / "meta/tasks.parquet")
+    if "task" not in table.columns:
+        table = table.reset_index().rename(columns={"index": "task", "__index_level_0__": "task"})
+    return {int(i): str(t) for i, t in zip(table["task_index"], table["task"], strict=True)}
+
+
+def read_suite(root: Path, robot: Embodiment = LIBERO) -> Suite:
+    """Read one suite. Raises Precondition for what makes it unusable; `04_fetch_libero.py check` lists every defect."""
+    import pyarrow.parquet as pq
+
+    root = Path(root)
+    if not (root / "meta/info.json").is_file():
+        raise Precondition("a LeRobot v3 data set", f"no meta/info.json in {root}", "python 04_fetch_libero.py fetch")
+    info = json.loads((root / "meta/info.json").read_text())
+    if not str(info.get("codebase_version", "")).startswith("v3"):
+        version = info.get("codebase_version")
+        raise Precondition("codebase_version v3.x", f"{version!r} in {root}", "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=... --root=...")
+    episodes = [row for f in sorted((root / "meta/episodes").rglob("*.parquet")) for row in pq.read_table(f).select(_routing(f, robot)).to_pylist()]
+    episodes.sort(key=lambda row: row["episode_index"])
+    columns = ["index", "episode_index", "task_index", "timestamp", robot.action_key]
+    parts = [pq.read_table(f, columns=columns) for f in sorted((root / "data").rglob("*.parquet"))]
+    if not episodes or not parts:
+        raise Precondition("episodes and data files", f"{len(episodes)} episodes, {len(parts)} data files in {root}", "python 04_fetch_libero.py fetch")
+    column = {c: np.concatenate([p[c].to_numpy() for p in parts]) for c in columns[:-1]}
+    actions = np.concatenate([np.stack(p[robot.action_key].to_numpy()) for p in parts]).astype(np.float32)
+    order = np.argsort(column["index"], kind="stable")
+    lengths = [row["length"] for row in episodes]
+    expected = np.repeat([row["episode_index"] for row in episodes], lengths)
+    if not np.array_equal(column["episode_index"][order], expected) or actions.shape[1:] != (robot.action_dim,):
+        raise Precondition("data rows that match the episodes table", f"a mismatch in {root}", f"python 04_fetch_libero.py check --data {root.parent}")
+    return Suite(
+        root.name, root, float(info["fps"]), read_tasks(root), episodes, np.concatenate([[0], np.cumsum(lengths)]),
+        column["task_index"][order], column["timestamp"][order].astype(np.float64), actions[order], info["video_path"],
+    )  # fmt: skip
+
+
+def _routing(file: Path, robot: Embodiment) -> list[str]:
+    """The episode columns that lead to the frames."""
+    import pyarrow.parquet as pq
+
+    names = ["episode_index", "length", *(f"videos/{c}/{k}" for c in robot.cameras for k in ("chunk_index", "file_index", "from_timestamp"))]
+    missing = sorted(set(names) - set(pq.read_schema(file).names))
+    if missing:
+        raise Precondition("the routing columns of LeRobot v3", f"{file} lacks {missing}", "fetch the data set again, or convert it with lerobot")
+    return names
+
+
+def split_episodes(count: int) -> tuple[list[int], list[int]]:
+    """(train, val) episode numbers of one suite: max(1, round(1 %)) held out, the same on every rank."""
+    val = sorted(random.Random(VAL_SEED).sample(range(count), max(1, round(VAL_RATIO * count))))
+    return [e for e in range(count) if e not in val], val
+
+
+def windows(suite: Suite, robot: Embodiment = LIBERO, stride: int = 1) -> dict[str, np.ndarray]:
+    """Every window of a suite: int32 columns episode, start (a global row), task, idle; bool val. Windows never cross episodes."""
+    _, val = split_episodes(len(suite.episodes))
+    rows = [(e, s) for e in range(len(suite.episodes)) for s in range(suite.start[e], suite.start[e + 1] - robot.chunk, stride)]
+    episode, start = np.array(rows, np.int32).reshape(-1, 2).T
+    return {
+        "episode": episode,
+        "start": start,
+        "task": suite.task[start].astype(np.int32),
+        "idle": np.array([idle_frames(suite.actions[s : s + robot.chunk], suite.fps) for s in start], np.int32),
+        "val": np.isin(episode, val),
+    }
+
+
+def episode_frames(suite: Suite, episode: int, robot: Embodiment = LIBERO):
+    """All frames of an episode on the canvas, uint8 tensor [n, 3, 192, 320]. Raises Precondition naming file and episode if a frame cannot be decoded."""
+    from lerobot.datasets.video_utils import decode_video_frames
+
+    row, span = suite.episodes[episode], slice(suite.start[episode], suite.start[episode + 1])
+    views = []
+    for camera in robot.cameras:
+        where = {k: row[f"videos/{camera}/{k}"] for k in ("chunk_index", "file_index", "from_timestamp")}
+        path = suite.root / suite.video_path.format(video_key=camera, chunk_index=where["chunk_index"], file_index=where["file_index"])
+        seconds = where["from_timestamp"] + suite.timestamp[span]
+        try:  # half a frame of tolerance: start times summed over a long file drift by more than the reference's 1e-4 s
+            views.append(decode_video_frames(path, seconds.tolist(), 0.5 / suite.fps, backend="pyav", return_uint8=True))
+        except (OSError, ValueError, AssertionError) as error:
+            raise Precondition("decodable video", f"episode {episode} in {path}: {type(error).__name__}: {str(error)[:200]}", "fetch this file again") from error
+    return snap(mosaic(views, robot.camera_size))
+
+
+# ---------------------------------------------------------------- encoded cache
+
+
+@dataclass(frozen=True)
+class CachedSuite:
+    """One suite of the encoded cache. `latents` is a read-only uint16 memmap of bf16 [windows, 48, 5, 10, 20]."""
+
+    name: str
+    latents: np.ndarray
+    actions: np.ndarray  # float32 [frames, action_dim], as stored
+    start: np.ndarray  # int64 [windows]: the row of the window's first action
+    prompt: np.ndarray  # int64 [windows]: the first prompt of its task and idle count
+    variants: np.ndarray  # int64 [windows]: how many wordings of the task follow one another there
+    val: np.ndarray  # bool [windows]
+
+
+def read_manifest(folder: Path) -> dict:
+    """manifest.json of a finished encoded cache. Raises Precondition if it is not finished or of another version."""
+    folder = Path(folder)
+    if not (folder / "COMPLETE").is_file():
+        raise Precondition("a finished encoded cache", f"no COMPLETE in {folder}", "run 04_fetch_libero.py encode (again: it resumes)")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    if manifest["version"] != CACHE_VERSION:
+        raise Precondition(f"cache version {CACHE_VERSION}", f"{manifest['version']} in {folder}", "encode again with this version")
+    return manifest
+
+
+def open_cached_suite(folder: Path, manifest: dict, name: str) -> CachedSuite:
+    """Map one suite of a cache. Raises Precondition if latents.bin is not exactly as long as its windows."""
+    import pyarrow.parquet as pq
+
+    root = Path(folder) / name
+    table = pq.read_table(root / "windows.parquet")
+    shape = (table.num_rows, *manifest["latent_shape"])
+    size = (root / "latents.bin").stat().st_size
+    if size != 2 * int(np.prod(shape)):
+        raise Precondition(f"{2 * int(np.prod(shape))} bytes in {root / 'latents.bin'}", f"{size}", "encode again with --force")
+    column = {c: table[c].to_numpy().astype(np.int64) for c in ("start", "prompt", "variants")}
+    return CachedSuite(name, np.memmap(root / "latents.bin", np.uint16, "r", shape=shape), np.load(root / "actions.npy"), val=table["val"].to_numpy(zero_copy_only=False), **column)

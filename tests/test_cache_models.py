@@ -1,0 +1,521 @@
+"""python -m pytest tests/test_cache_models.py
+
+The outside reference is huggingface_hub itself: what we lay out it must resolve offline, and what it downloads we must lay out alike.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REPO, load_script, run_script
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import disable_progress_bars
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from common import cache_layout
+from common.console import Precondition
+
+disable_progress_bars()
+SHA = "0123456789abcdef0123456789abcdef01234567"
+SCRIPT = "02_cache_models.py"
+ONLINE = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "no_proxy": "127.0.0.1,localhost"}
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def weights(folder: Path, *names: str) -> None:
+    for i, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        save_file({"w": np.full(64, i, np.float32)}, folder / name)
+
+
+def wan_diffusers(folder: Path) -> Path:
+    weights(folder, "vae/diffusion_pytorch_model.safetensors")
+    return write(folder, {"model_index.json": b"{}", "vae/config.json": b'{"z_dim": 48}'})
+
+
+def qwen(folder: Path) -> Path:
+    """A repository with two shards and their index."""
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    weights(folder, *shards)
+    index = json.dumps({"metadata": {}, "weight_map": dict(zip("ab", shards, strict=True))})
+    return write(folder, {"model.safetensors.index.json": index.encode(), "config.json": b"{}", "tokenizer.json": b'{"model": {}}'})
+
+
+def nano(folder: Path) -> Path:
+    weights(folder, "transformer/diffusion_pytorch_model.safetensors", "vae/diffusion_pytorch_model.safetensors")
+    plain = ("model_index.json", "transformer/config.json", "vae/config.json", "text_tokenizer/tokenizer.json")
+    return write(folder, dict.fromkeys(plain, b"{}"))
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every path under a folder, with a link's target or a file's digest."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            found[path.relative_to(folder).as_posix()] = f"-> {os.readlink(path)}"
+        elif path.is_file():
+            found[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+class Hub:
+    """A hub on 127.0.0.1: {repo: folder} at commit SHA. `answer(path)` may return (status, headers) to override a reply."""
+
+    def __init__(self, repos: dict[str, Path]):
+        self.repos, self.asked, self.answer = repos, [], lambda path: None
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def reply(self, status: int, headers: dict, body: bytes = b""):
+                self.send_response(status)
+                for key, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(key, value)
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(body)
+
+            def do_GET(self):
+                path = self.path.split("?")[0]
+                hub.asked.append(path)
+                self.reply(*(hub.answer(path) or hub.serve(path)))
+
+            do_HEAD = do_GET
+
+            def log_message(self, *args):
+                """Quiet: pytest shows what matters."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def serve(self, path: str):
+        api = path.startswith("/api/models/")
+        repo = "/".join(path.removeprefix("/api/models" if api else "").split("/")[1:3])
+        if repo not in self.repos:
+            return 404, {"X-Error-Code": "RepoNotFound"}
+        rest = path.split(repo, 1)[1].split("/", 3)[1:]
+        if rest[1] not in (SHA, "main"):
+            return 404, {"X-Error-Code": "RevisionNotFound"}
+        folder = self.repos[repo]
+        names = cache_layout.list_files(folder)
+        if api and rest[0] == "revision":
+            siblings = [{"rfilename": n, "size": (folder / n).stat().st_size} for n in names]
+            return 200, {"Content-Type": "application/json"}, json.dumps({"id": repo, "sha": SHA, "siblings": siblings}).encode()
+        if api:
+            return 200, {"Content-Type": "application/json"}, json.dumps([self.entry(folder, n) for n in names]).encode()
+        entry, body = self.entry(folder, rest[2]), (folder / rest[2]).read_bytes()
+        return 200, {"ETag": f'"{entry.get("lfs", entry)["oid"]}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}, body
+
+    @staticmethod
+    def entry(folder: Path, name: str) -> dict:
+        """A file of the tree listing. The hub's own computation, not ours: git's blob id, and the SHA-256 for LFS."""
+        body = (folder / name).read_bytes()
+        lfs = {"oid": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
+        stored = f"version https://git-lfs.github.com/spec/v1\noid sha256:{lfs['oid']}\nsize {len(body)}\n".encode()
+        is_lfs = name.endswith((".safetensors", ".pth"))
+        held = stored if is_lfs else body
+        return {
+            "type": "file",
+            "path": name,
+            "size": len(body),
+            "oid": hashlib.sha1(b"blob %d\0" % len(held) + held).hexdigest(),
+            **({"lfs": lfs} if is_lfs else {}),
+        }
+
+
+@pytest.fixture
+def hub(tmp_path):
+    served = Hub({"nvidia/Cosmos3-Nano": nano(tmp_path / "hub-nano"), "Wan-AI/Wan2.2-TI2V-5B-Diffusers": wan_diffusers(tmp_path / "hub-wan")})
+    yield served
+    served.server.shutdown()
+    served.server.server_close()
+
+
+def download(hub_url, tmp_path, *more, **env):
+    return run_script(
+        SCRIPT, "download", "--work", tmp_path / "w", "--hub", tmp_path / "w/hub", *more, env={**ONLINE, "HF_ENDPOINT": hub_url, **env}, timeout=60
+    )
+
+
+# ------------------------------------------------------------------ common/cache_layout.py
+
+FOLDERS, SUFFIXES = st.sampled_from(["", "vae/", "a/b/c/", "transformer/"]), st.sampled_from([".json", ".pth", "", ".txt"])
+NAMES = st.tuples(FOLDERS, st.text("abcXYZ019_-", min_size=1, max_size=12), SUFFIXES).map("{0[0]}{0[1]}x{0[2]}".format)  # never a folder's name
+CONTENTS = st.binary(max_size=200).filter(lambda b: not b.startswith(cache_layout.LFS_POINTER))  # refused, and tested below
+REPOS = st.tuples(st.text("abcXYZ09", min_size=1, max_size=8), st.from_regex(r"[a-zA-Z0-9]+([._-][a-zA-Z0-9]+){0,2}", fullmatch=True)).map("/".join)
+
+
+@given(
+    repo_id=REPOS,
+    revision=st.text("0123456789abcdef", min_size=40, max_size=40),
+    files=st.dictionaries(NAMES, CONTENTS, min_size=1, max_size=6),
+    mode=st.sampled_from(["hardlink", "symlink", "copy"]),
+)
+def test_build_then_offline_resolution_gives_the_same_bytes(repo_id, revision, files, mode):
+    """For any repository name, commit, file tree and mode, huggingface_hub finds offline, by commit and by main, exactly the bytes laid out."""
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        cache_layout.build(write(root / "source", files), root / "hub", repo_id, revision, mode=mode)
+        assert cache_layout.verify(root / "hub", repo_id, revision, hashes=True) == []
+        for ref in (revision, "main"):
+            snapshot = Path(snapshot_download(repo_id, revision=ref, cache_dir=root / "hub"))
+            assert cache_layout.list_files(snapshot) == sorted(files)
+            for name, content in files.items():
+                assert Path(hf_hub_download(repo_id, name, revision=ref, cache_dir=root / "hub")).read_bytes() == content
+
+
+def test_layout_is_file_for_file_what_a_download_writes(hub, tmp_path):
+    """blobs, links, listing and refs of a hand-laid repository equal those of huggingface_hub's own download: names, targets and bytes."""
+    repo, source = "Wan-AI/Wan2.2-TI2V-5B-Diffusers", hub.repos["Wan-AI/Wan2.2-TI2V-5B-Diffusers"]
+    code = f"from huggingface_hub import snapshot_download; snapshot_download({repo!r}, cache_dir={str(tmp_path / 'theirs')!r})"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **ONLINE, "HF_ENDPOINT": hub.url}, check=True, timeout=60, capture_output=True)
+    cache_layout.build(source, tmp_path / "ours", repo, SHA, mode="copy")
+    ours, theirs = (tree(cache_layout.repo_folder(tmp_path / which, repo)) for which in ("ours", "theirs"))
+    assert ours == theirs
+    assert (cache_layout.repo_folder(tmp_path / "ours", repo) / "refs/main").read_bytes() == SHA.encode()
+
+
+def test_a_second_build_changes_nothing(tmp_path):
+    """Laying the same files out twice leaves every inode and time of the first as it was."""
+    source = wan_diffusers(tmp_path / "source")
+
+    def state():
+        return {p: (p.lstat().st_ino, p.lstat().st_mtime_ns) for p in (tmp_path / "hub").rglob("*")}
+
+    cache_layout.build(source, tmp_path / "hub", "o/r", SHA, mode="copy")
+    before = state()
+    cache_layout.build(source, tmp_path / "hub", "o/r", SHA, mode="copy")
+    assert state() == before
+
+
+def test_a_build_after_a_kill_completes(tmp_path):
+    """A half-copied blob, a dangling link and a cut ref of a killed run are replaced by the next one."""
+    source = wan_diffusers(tmp_path / "source")
+    cache_layout.build(source, tmp_path / "hub", "o/r", SHA, mode="copy")
+    repo = cache_layout.repo_folder(tmp_path / "hub", "o/r")
+    whole = tree(repo)
+    blob = (repo / "snapshots" / SHA / "vae/config.json").resolve()
+    blob.rename(blob.with_name(blob.name + ".incomplete"))
+    (repo / "refs/main").write_text(SHA[:20])
+    (repo / "snapshots" / SHA / "model_index.json").unlink()
+    assert cache_layout.verify(tmp_path / "hub", "o/r", SHA)
+    cache_layout.build(source, tmp_path / "hub", "o/r", SHA, mode="copy")
+    assert tree(repo) == whole
+
+
+def test_modes_store_as_they_say(tmp_path):
+    """hardlink shares the source's inode, symlink points at the source, copy is a file of its own."""
+    source = write(tmp_path / "source", {"a.json": b"{}"})
+    blob = {m: (cache_layout.build(source, tmp_path / m, "o/r", SHA, mode=m) / "a.json") for m in ("hardlink", "symlink", "copy")}
+    first = {m: p.parent / os.readlink(p) for m, p in blob.items()}
+    assert first["hardlink"].stat().st_ino == (source / "a.json").stat().st_ino
+    assert first["symlink"].is_symlink() and first["symlink"].resolve() == source / "a.json"
+    assert not first["copy"].is_symlink() and first["copy"].stat().st_ino != (source / "a.json").stat().st_ino
+
+
+def test_a_main_that_leads_to_another_snapshot_stays_but_a_placeholder_goes(tmp_path):
+    """Laying out one commit does not move a sound refs/main off another, unless that one is the placeholder."""
+    source = write(tmp_path / "source", {"a.json": b"{}"})
+    for first, kept in ((SHA, SHA), (cache_layout.PLACEHOLDER, SHA[::-1])):
+        cache_layout.build(source, tmp_path / first, "o/r", first)
+        cache_layout.build(source, tmp_path / first, "o/r", SHA[::-1])
+        assert cache_layout.read_ref(cache_layout.repo_folder(tmp_path / first, "o/r")) == kept
+
+
+@pytest.mark.parametrize("revision", [SHA[:7], SHA.upper(), "main", SHA + "\n", ""])
+def test_only_a_full_lower_case_commit_is_a_revision(tmp_path, revision):
+    """C5: a branch, a short or an upper-case commit is refused before anything is written."""
+    with pytest.raises(Precondition, match="40 lower-case hex"):
+        cache_layout.build(write(tmp_path / "source", {"a": b"1"}), tmp_path / "hub", "o/r", revision)
+    with pytest.raises(Precondition, match="40 lower-case hex"):
+        cache_layout.verify(tmp_path / "hub", "o/r", revision)
+    assert not (tmp_path / "hub").exists()
+
+
+@pytest.fixture
+def laid(tmp_path):
+    cache_layout.build(qwen(tmp_path / "source"), tmp_path / "hub", "o/r", SHA, mode="copy")
+    assert cache_layout.verify(tmp_path / "hub", "o/r", SHA, required=("config.json", "*.safetensors"), hashes=True) == []
+    return cache_layout.repo_folder(tmp_path / "hub", "o/r")
+
+
+@pytest.mark.parametrize("tail", ["\n", " ", "\r\n"])
+def test_whitespace_in_a_ref_is_found(laid, tail):
+    """C1: a newline or blank after the commit in refs/main, which makes huggingface_hub fail offline, is a problem with its cure."""
+    (laid / "refs/main").write_bytes((SHA + tail).encode())
+    with pytest.raises(LocalEntryNotFoundError):
+        hf_hub_download("o/r", "config.json", cache_dir=laid.parent)
+    (problem,) = cache_layout.verify(laid.parent, "o/r", SHA)
+    assert "whitespace" in problem and f"printf %s {SHA} >" in problem
+
+
+def test_an_empty_snapshot_is_not_a_snapshot(laid):
+    """C2: an empty snapshots/<commit>/ is a problem, and so is the ref that leads to it."""
+    shutil.rmtree(laid / "snapshots" / SHA)
+    (laid / "snapshots" / SHA).mkdir()
+    problems = cache_layout.verify(laid.parent, "o/r", SHA)
+    assert any("an empty snapshot" in p for p in problems) and any("refs/main" in p for p in problems)
+
+
+def cut(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 99\n"
+SHARD = "model-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "expected"),
+    [
+        ("config.json", lambda link: link.resolve().unlink(), "config.json: dangling link"),  # C3
+        ("config.json", lambda link: link.resolve().write_bytes(b"{}  "), "config.json: 4 bytes where the hub lists 2"),
+        ("config.json", lambda link: link.unlink(), "config.json: missing"),
+        (SHARD, lambda link: link.unlink(), f"{SHARD}: missing"),
+        (SHARD, lambda link: cut(link.resolve(), 100), f"{SHARD}: 100 bytes where"),
+        (SHARD, lambda link: link.resolve().write_bytes(POINTER), f"{SHARD}: an LFS pointer"),
+        (SHARD, lambda link: link.resolve().write_bytes(link.resolve().read_bytes()[:-1] + b"!"), f"{SHARD}: its bytes do not hash"),
+    ],
+)
+def test_damage_is_found_and_named(laid, name, damage, expected):
+    """Each kind of damage to one file gives exactly one problem, which names the file."""
+    damage(laid / "snapshots" / SHA / name)
+    (problem,) = cache_layout.verify(laid.parent, "o/r", SHA, hashes=True)
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(b"", "cut off"), (b"\xff" * 64, "cut off"), (b"\x02" + b"\0" * 7 + b"[]", "cannot be read"), (None, "says")]
+)
+def test_a_safetensors_file_must_be_as_long_as_its_header_says(tmp_path, content, expected):
+    """Without any listing, a safetensors file that is empty, cut off, overlong or not safetensors is caught by its header."""
+    weights(tmp_path, "w.safetensors")
+    whole = (tmp_path / "w.safetensors").read_bytes()
+    assert cache_layout.file_problem(tmp_path / "w.safetensors") == ""
+    for damaged in [content] if content is not None else [whole[:-1], whole + b"\0"]:
+        (tmp_path / "w.safetensors").write_bytes(damaged)
+        assert expected in cache_layout.file_problem(tmp_path / "w.safetensors")
+        with pytest.raises(Precondition, match="whole"):
+            cache_layout.build(tmp_path, tmp_path / "hub", "o/r", SHA, files=["w.safetensors"])
+
+
+def test_an_unfinished_blob_is_listed_and_counts_as_nothing(laid):
+    """C10: an .incomplete file never stands for its blob, and is listed so that the user can remove it."""
+    blob = (laid / "snapshots" / SHA / "config.json").resolve()
+    unfinished = blob.rename(blob.with_name(blob.name + ".incomplete"))
+    assert cache_layout.leftovers(laid) == [unfinished]
+    assert "dangling" in cache_layout.verify(laid.parent, "o/r", SHA)[0]
+
+
+def test_a_snapshot_without_a_listing_is_found(laid):
+    """huggingface_hub turns to the network for a commit without trees/<commit>.json; verify says so, and laying the snapshot out mends it."""
+    (laid / "trees" / f"{SHA}.json").unlink()
+    assert "finds no commit offline" in cache_layout.verify(laid.parent, "o/r", SHA)[0]
+    cache_layout.build(laid / "snapshots" / SHA, laid.parent, "o/r", SHA)
+    assert cache_layout.verify(laid.parent, "o/r", SHA, hashes=True) == []
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        ({}, "default"),
+        ({"XDG_CACHE_HOME": "/x"}, "XDG_CACHE_HOME"),
+        ({"XDG_CACHE_HOME": "/x", "HF_HOME": "~/h"}, "HF_HOME"),
+        ({"HF_HOME": "/h", "HUGGINGFACE_HUB_CACHE": "/old"}, "HUGGINGFACE_HUB_CACHE"),
+        ({"HF_HOME": "/h", "HUGGINGFACE_HUB_CACHE": "/old", "HF_HUB_CACHE": "$HOME/c"}, "HF_HUB_CACHE"),
+    ],
+)
+def test_the_root_is_the_librarys(env, reason):
+    """The hub cache folder that we print is the one that huggingface_hub uses under the same variables."""
+    code = "import json; from huggingface_hub.constants import HF_HUB_CACHE as theirs; from common.cache_layout import hub_cache_root; "
+    code += "ours, why = hub_cache_root(); print(json.dumps([theirs, str(ours), why]))"
+    child = {"HOME": "/home/someone", "PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), **env}
+    theirs, ours, why = json.loads(subprocess.run([sys.executable, "-c", code], env=child, check=True, capture_output=True, text=True).stdout)
+    assert (ours, why) == (theirs, reason)
+
+
+def test_the_layout_module_works_alone(tmp_path):
+    """cache_layout.py and console.py, copied into an empty project, lay out and verify with the standard library only."""
+    write(tmp_path, {f"common/{n}": (REPO / "common" / n).read_bytes() for n in ("cache_layout.py", "console.py")})
+    write(tmp_path / "source", {"a.json": b"{}"})
+    code = f"from common import cache_layout as c; c.build('source', 'hub', 'o/r', {SHA!r}); print(c.verify('hub', 'o/r', {SHA!r}))"
+    child = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert child.stdout == "[]\n", child.stderr
+
+
+# ------------------------------------------------------------------ 02_cache_models.py
+
+
+def test_download_then_rerun_then_offline_verify(hub, tmp_path):
+    """A download from the hub lands whole at both kinds of place, a rerun asks the hub for nothing, and verify passes without a hub."""
+    first = download(hub.url, tmp_path, "--only", "all", "--dry-run")
+    assert first.returncode == 0 and hub.asked == [] and not (tmp_path / "w").exists()
+    chosen = ("--only", "cosmos3-nano", "--only", "wan-diffusers", "--json", tmp_path / "found.json")
+    first = download(hub.url, tmp_path, *chosen)
+    assert first.returncode == 0, first.stderr
+    assert f"[plan] from: {hub.url}" in first.stdout and f"export HF_HOME={tmp_path / 'w'}\n" in first.stdout
+    assert first.stdout.splitlines()[-1].startswith(f"[done] 02_cache_models out={tmp_path / 'w/models/Cosmos3-Nano'} ")
+    got = tree(tmp_path / "w/models/Cosmos3-Nano")
+    assert {k: v for k, v in got.items() if not k.startswith(".cache/")} == tree(hub.repos["nvidia/Cosmos3-Nano"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [(a["name"], a["revision"], a["problems"]) for a in found["assets"]] == [("cosmos3-nano", "plain folder", []), ("wan-diffusers", SHA, [])]
+    hub.asked.clear()
+    again = download(hub.url, tmp_path, *chosen)
+    assert again.returncode == 0 and again.stdout.count("already complete") == 2 and hub.asked == []
+    checked = run_script(SCRIPT, "verify", "--work", tmp_path / "w", "--hub", tmp_path / "w/hub", "--hash")
+    assert checked.returncode == 0 and "assets=2 " in checked.stdout, checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "expected"),
+    [
+        (404, {"X-Error-Code": "RepoNotFound"}, "no such repository"),
+        (404, {"X-Error-Code": "RevisionNotFound"}, "not that commit"),
+        (403, {"X-Error-Code": "GatedRepo"}, "accept its terms at"),
+        (500, {}, "an HTTP error"),
+        (308, {"Location": "http://localhost:9/elsewhere"}, "after a redirect (308) to http://localhost:9/elsewhere"),
+    ],
+)
+def test_a_hub_that_refuses_is_explained(hub, tmp_path, status, headers, expected):
+    """A missing or gated repository, a missing commit, a server error and a redirect to nowhere each exit 3 with what mends it, quickly."""
+    hub.answer = lambda path: (status, headers)
+    result = download(hub.url, tmp_path)
+    assert result.returncode == 3 and expected in result.stderr and hub.url in result.stderr, result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "w/models/Cosmos3-Nano").exists()
+
+
+def test_a_redirect_of_the_files_that_loses_the_headers_is_explained(hub, tmp_path):
+    """308 on the files, to another host whose reply is not a hub's, exits 3 and names the redirect."""
+    other = hub.url.replace("127.0.0.1", "localhost")
+    hub.answer = lambda path: (308, {"Location": f"{other}/plain"}) if "/resolve/" in path else None
+    result = download(hub.url, tmp_path)
+    assert result.returncode == 3 and "a redirect (308) that loses the hub's headers" in result.stderr, result.stderr
+
+
+def test_a_relative_redirect_is_followed(hub, tmp_path):
+    """308 with a relative Location (a renamed repository) downloads all the same."""
+    hub.answer = lambda path: (308, {"Location": path.replace("Cosmos3-Nano", "Renamed")}) if "Cosmos3-Nano" in path else None
+    hub.repos["nvidia/Renamed"] = hub.repos["nvidia/Cosmos3-Nano"]
+    result = download(hub.url, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_offline_and_no_server_are_explained(tmp_path):
+    """HF_HUB_OFFLINE=1, and an endpoint where nobody listens, exit 3 within seconds and name the cause."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    start = time.monotonic()
+    offline, dead = download(nobody, tmp_path, HF_HUB_OFFLINE="1"), download(nobody, tmp_path)
+    assert time.monotonic() - start < 20
+    assert offline.returncode == 3 and "unset HF_HUB_OFFLINE" in offline.stderr
+    assert dead.returncode == 3 and "no answer" in dead.stderr and nobody in dead.stderr
+
+
+def test_a_folder_that_is_not_whole_is_refused_and_force_replaces_it(hub, tmp_path):
+    """A cut-off shard in Cosmos3-Nano exits 4 and names --force; with it the folder is whole again, and nothing else is left beside it."""
+    folder = nano(tmp_path / "w/models/Cosmos3-Nano")
+    cut(folder / "vae/diffusion_pytorch_model.safetensors", 50)
+    refused = download(hub.url, tmp_path)
+    assert refused.returncode == 4 and "--force" in refused.stderr and "vae/diffusion_pytorch_model.safetensors" in refused.stderr
+    assert download(hub.url, tmp_path, "--force").returncode == 0
+    assert [p.name for p in (tmp_path / "w/models").iterdir()] == ["Cosmos3-Nano"]
+
+
+def test_layout_of_hand_copied_files(tmp_path):
+    """Copies of all four repositories are found by repository name, laid out, and pass the library's own offline lookup."""
+    usb = tmp_path / "usb"
+    nano(usb / "Cosmos3-Nano")
+    qwen(usb / "Qwen/Qwen3-VL-8B-Instruct")
+    write(usb / "Wan2.2-TI2V-5B", {"Wan2.2_VAE.pth": b"vae", "unwanted.bin": b"big"})
+    wan_diffusers(usb / "Wan2.2-TI2V-5B-Diffusers")
+    before = tree(usb)
+    result = run_script(SCRIPT, "layout", "--from", usb, "--work", tmp_path / "w", "--hub", tmp_path / "hub")
+    assert result.returncode == 0 and "assets=4 " in result.stdout, result.stderr
+    (vae,) = (line.split(": ")[1] for line in result.stdout.splitlines() if line.endswith("Wan2.2_VAE.pth"))
+    assert Path(vae).is_absolute() and Path(vae).read_bytes() == b"vae"
+    assert not list((tmp_path / "hub").rglob("unwanted.bin")) and tree(usb) == before
+    assert (tmp_path / "hub/models--Wan-AI--Wan2.2-TI2V-5B-Diffusers/refs/main").read_text() == cache_layout.PLACEHOLDER
+    os.chmod(tmp_path / "hub", 0o555)  # C8: readable is enough
+    assert run_script(SCRIPT, "verify", "--work", tmp_path / "w", "--hub", tmp_path / "hub").returncode == 0
+
+
+def test_layout_refuses_files_that_are_not_whole(tmp_path):
+    """A missing shard in the hand-copied files exits 3, names it, and leaves the cache untouched; so does a folder with no asset in it."""
+    (qwen(tmp_path / "usb") / SHARD).unlink()
+    arguments = ("--from", tmp_path / "usb", "--work", tmp_path / "w", "--hub", tmp_path / "hub")
+    named, unnamed = run_script(SCRIPT, "layout", "--only", "qwen3-vl", *arguments), run_script(SCRIPT, "layout", *arguments)
+    assert named.returncode == 3 and f"{SHARD}: missing" in named.stderr
+    assert unnamed.returncode == 3 and "none" in unnamed.stderr
+    assert not (tmp_path / "hub").exists() and not (tmp_path / "w").exists()
+
+
+def test_verify_tells_absent_from_broken(tmp_path):
+    """Nothing there exits 3; a cache that is there but would fail offline exits 5, with a [FAIL] line and the command that mends it."""
+    arguments = ("--only", "wan-diffusers", "--work", tmp_path / "w", "--hub", tmp_path / "hub")
+    assert run_script(SCRIPT, "verify", *arguments).returncode == 3
+    snapshot = cache_layout.build(wan_diffusers(tmp_path / "s"), tmp_path / "hub", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", SHA, mode="copy")
+    assert run_script(SCRIPT, "verify", *arguments).returncode == 0
+    (snapshot / "vae/config.json").resolve().unlink()
+    broken = run_script(SCRIPT, "verify", *arguments)
+    assert broken.returncode == 5 and "[FAIL] wan-diffusers: vae/config.json: dangling link" in broken.stdout
+    assert "download --force --only wan-diffusers" in broken.stderr
+
+
+def test_the_offline_lookup_is_the_librarys_and_opens_no_socket(tmp_path):
+    """resolve_offline reports what huggingface_hub says of a file that is not there; a lookup that reaches for the network fails in it."""
+    stage = load_script("02_cache_models")
+    cache_layout.build(write(tmp_path / "s", {"a.json": b"{}"}), tmp_path / "hub", "o/r", SHA)
+    good, bad = stage.resolve_offline(tmp_path / "hub", [["o/r", SHA, ["*"], ["a.json"]], ["o/r", SHA, ["*"], ["b.json"]]])
+    assert good == "" and "LocalEntryNotFoundError" in bad
+
+
+def test_tiny_writes_stand_ins_without_a_network(tmp_path):
+    """download --tiny fills both places from common/tiny.py, keeps out of the user's own cache, and a rerun finds all complete."""
+    elsewhere = {"HF_HOME": str(tmp_path / "real")}
+    command = (SCRIPT, "download", "--tiny", "--work", tmp_path / "tiny")
+    first = run_script(*command, env=elsewhere)
+    assert first.returncode == 0 and "assets=4 " in first.stdout, first.stderr
+    assert (tmp_path / "tiny/models/Cosmos3-Nano/model_index.json").is_file() and not (tmp_path / "real").exists()
+    assert [p.name for p in (tmp_path / "tiny/models").iterdir()] == ["Cosmos3-Nano"]
+    before = tree(tmp_path / "tiny")
+    again = run_script(*command, env=elsewhere)
+    assert again.returncode == 0 and again.stdout.count("already complete") == 4 and tree(tmp_path / "tiny") == before
+
+
+@pytest.mark.parametrize("argv", [("--help",), ("download", "--help")])
+def test_help_is_quick_and_shows_the_table(argv):
+    """--help answers within a second and lists every asset."""
+    start = time.monotonic()
+    result = run_script(SCRIPT, *argv)
+    assert result.returncode == 0 and time.monotonic() - start < 1
+    assert all(name in result.stdout for name in ("cosmos3-nano", "qwen3-vl", "wan-vae-pth", "wan-diffusers"))
+
+
+def test_wrong_usage_exits_2():
+    """An unknown asset, a missing command and an abbreviated flag are usage errors."""
+    for argv in (("download", "--only", "nano"), (), ("verify", "--dry")):
+        assert run_script(SCRIPT, *argv).returncode == 2
