@@ -86,14 +86,17 @@ def location(args, asset: Asset) -> tuple[Path, str]:
     return repo / "snapshots" / revision, revision
 
 
+def check_plain(folder: Path, asset: Asset) -> list[str]:
+    """check_folder for a plain folder, held against the listing that a download leaves in it."""
+    return check_folder(folder, asset.required, asset.patterns, next(folder.glob(".cache/huggingface/trees/*.json"), None))
+
+
 def problems_of(args, asset: Asset, hashes: bool = False) -> list[str]:
     """What is wrong with the asset at its place; [] if it is whole."""
     folder, revision = location(args, asset)
     if not asset.ours:
         return cache_layout.verify(args.hub, asset.repo, revision, required=asset.required, patterns=asset.patterns, hashes=hashes)
-    if not list_files(folder):
-        return [f"{folder}: absent or empty"]
-    return check_folder(folder, asset.required, asset.patterns, next(folder.glob(".cache/huggingface/trees/*.json"), None))
+    return check_plain(folder, asset) if list_files(folder) else [f"{folder}: absent or empty"]
 
 
 def bytes_in(folder: Path) -> int:
@@ -144,7 +147,7 @@ def explain(error: Exception, asset: Asset, endpoint: str) -> Precondition:
     for e, (kinds, found, mend) in itertools.product(chain, readings):
         if isinstance(e, kinds):
             request = getattr(e, "_request", None)  # the public property raises where there is none
-            via = f" after a redirect (308) to {request.url}" if request and not str(request.url).startswith(endpoint) else ""
+            via = f" after a redirect (308 or alike) to {request.url.host}" if request and not str(request.url).startswith(endpoint) else ""
             expected = f"{asset.repo} at {asset.revision or 'main'} from {endpoint}"
             return Precondition(expected, f"{found}{via} ({type(e).__name__})", f"{mend}, or copy the files by hand: 02_cache_models.py layout --from DIR")
     raise error
@@ -170,8 +173,8 @@ def download(args, asset: Asset) -> None:
     if not asset.ours:
         cache_layout.set_ref(repo, asset.revision or info.sha)  # a pinned download writes none, and many callers ask for main
         return
-    if problems := check_folder(partial, asset.required, asset.patterns, next(partial.glob(".cache/huggingface/trees/*.json"), None)):
-        raise VerifyFailed(f"{asset.repo} whole in {partial}", "; ".join(problems), "run the same command again")
+    if problems := check_plain(partial, asset):
+        raise VerifyFailed(f"{asset.repo} whole in {partial}", "; ".join(problems), "--force fetches every file again")
     install(partial, folder)
 
 
@@ -191,7 +194,7 @@ def source_of(args, asset: Asset) -> Path | None:
 def layout(args, asset: Asset, source: Path, mode: str) -> None:
     """Lay the asset's files out at its place: the hub cache, or the plain folder. Raises Precondition for files that are not whole."""
     files = [n for n in list_files(source) if matches(n, asset.patterns)]
-    if problems := check_folder(source, asset.required):
+    if problems := check_folder(source, asset.required, asset.patterns):
         raise Precondition(f"the whole of {asset.repo} in {source}", "; ".join(problems), "copy what is missing, then run this again")
     folder, revision = location(args, asset)
     if mode == "copy":
@@ -199,7 +202,7 @@ def layout(args, asset: Asset, source: Path, mode: str) -> None:
     if not asset.ours:
         cache_layout.build(source, args.hub, asset.repo, revision, files=files, mode=mode)
         return
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}.layout")
     shutil.rmtree(partial, ignore_errors=True)
     for name in files:
         cache_layout.put((source / name).resolve(), partial / name, mode)
@@ -219,9 +222,8 @@ def write_tiny(args, asset: Asset) -> None:
 def resolve_offline(hub: Path, jobs: list) -> list[str]:
     """Ask huggingface_hub itself, offline and without sockets, for every file of [[repo, revision, patterns, files]]; '' where all is found."""
     env = {**os.environ, "HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    child = subprocess.run(
-        [sys.executable, "-c", OFFLINE_CHILD], input=json.dumps(jobs), env=env, timeout=OFFLINE_SECONDS, capture_output=True, text=True, check=False
-    )
+    command, asked = [sys.executable, "-c", OFFLINE_CHILD], json.dumps(jobs)
+    child = subprocess.run(command, input=asked, env=env, timeout=OFFLINE_SECONDS, capture_output=True, text=True, check=False)
     if child.returncode:
         raise Precondition("an importable huggingface_hub", (child.stderr.strip().splitlines() or ["no message"])[-1], "python 01_check_env.py")
     return json.loads(child.stdout)
@@ -232,7 +234,7 @@ def verify(args, assets: list[Asset]) -> list[dict]:
     rows, jobs = [], []
     for asset in assets:
         folder, revision = location(args, asset)
-        files = list_files(folder)
+        files = [n for n in list_files(folder) if matches(n, asset.patterns)]
         row = {"name": asset.name, "repo": asset.repo, "revision": revision, "path": str(folder)}
         rows.append({**row, "files": len(files), "bytes": bytes_in(folder), "problems": problems_of(args, asset, args.hash)})
         if files and not asset.ours:
@@ -338,9 +340,8 @@ def main(argv=None) -> int:
     for row in rows:
         if row["name"] == "wan-vae-pth":
             ok("VAE file for cosmos-framework", Path(row["path"]) / WAN_FILES[0])
-    done(
-        STAGE, out=args.models / "Cosmos3-Nano", hub=args.hub, assets=len(rows), bytes=sum(r["bytes"] for r in rows), seconds=f"{time.monotonic() - start:.1f}"
-    )
+    out = next((row["path"] for row in rows if row["name"] == "cosmos3-nano"), args.hub)
+    done(STAGE, out=out, hub=args.hub, assets=len(rows), bytes=sum(row["bytes"] for row in rows), seconds=f"{time.monotonic() - start:.1f}")
     return 0
 
 

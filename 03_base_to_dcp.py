@@ -26,7 +26,9 @@ LAYERS, HIDDEN = 36, 4096  # Cosmos3-Nano; other sizes are converted, and named 
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--base", type=Path, default=Path("work/models/Cosmos3-Nano"), help="diffusers folder of nvidia/Cosmos3-Nano")
     parser.add_argument("--out", type=Path, default=Path("work/models/Cosmos3-Nano-DCP"), help="DCP folder to write")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
@@ -39,14 +41,23 @@ def plan(args):
     """The source and what will be written; touches nothing. Raises Precondition or OutputExists."""
     source = weights.open_source(args.base)
     if source.kind != "diffusers":
-        raise Precondition("a diffusers folder", f"{source.kind} at {source.path}", "pass --base the folder that holds model_index.json and transformer/")
+        raise Precondition(
+            "a diffusers folder", f"{source.kind} at {source.path}", "pass --base the folder that holds model_index.json and transformer/"
+        )
     layers = 1 + max(int(k.split(".layers.")[1].split(".")[0]) for k in source.net if ".layers." in k)
     whole = keys.rename_table(layers, sound=any(map(keys.is_sound, source.net)))
     missing = sorted(set(whole) - set(source.net))
     if missing:
-        raise Precondition(f"{len(whole)} tensors", f"{len(missing)} absent in {source.path}, first {missing[0]}", "fetch the base again: python 02_cache_models.py download")
+        raise Precondition(
+            f"{len(whole)} tensors",
+            f"{len(missing)} absent in {source.path}, first {missing[0]}",
+            "fetch the base again: python 02_cache_models.py download",
+        )
     nbytes = sum(math.prod(shape) * (2 if "16" in dtype else 4) for shape, dtype in source.info.values())
-    console.plan("base", f"{source.path}, {len(source.net)} tensors, {layers} layers{'' if layers == LAYERS else ' (Cosmos3-Nano has 36)'}, {console.human_bytes(nbytes)}")
+    console.plan(
+        "base",
+        f"{source.path}, {len(source.net)} tensors, {layers} layers{'' if layers == LAYERS else ' (Cosmos3-Nano has 36)'}, {console.human_bytes(nbytes)}",
+    )
     console.plan("out", f"{args.out}/model, {math.ceil(nbytes / FILE_BYTES)} file(s)")
     if args.out.exists() and not args.force:
         raise OutputExists("no folder at --out", f"{args.out} exists", "pass --force to replace it, or another --out")
@@ -72,7 +83,12 @@ def execute(args, source, nbytes) -> None:
     shutil.copy(source.path / "config.json", model / "config.json")
     if (args.base / "checkpoint.json").is_file():
         shutil.copy(args.base / "checkpoint.json", tmp / "checkpoint.json")
-    note = {"fingerprint": weights.base_fingerprint(source), "tensors": len(names), "python": platform.python_version(), "torch": torch.__version__}
+    note = {
+        "fingerprint": weights.base_fingerprint(source),
+        "tensors": len(names),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     console.write_json(tmp / weights.BASE_NOTE, note)
     console.replace_folder(tmp, args.out)
 
@@ -85,7 +101,9 @@ def verify(out: Path, source) -> None:
     for key, name in source.net.items():
         theirs = written.net.get(key)
         if theirs is None or written.info[theirs] != source.info[name]:
-            raise VerifyFailed(f"{key} {source.info[name]}", f"{written.info.get(theirs)} in {out}", "run again with --force; check the disk")
+            raise VerifyFailed(
+                f"{key} {source.info[name]}", f"{written.info.get(theirs)} in {out}", "run again with --force; check the disk"
+            )
         a, b = source.read([name])[name], written.read([theirs])[theirs]
         if not torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8)):
             raise VerifyFailed(f"{key} bit for bit", f"other bytes in {out}", "run again with --force; check the disk")

@@ -1,11 +1,12 @@
 """LIBERO in LeRobot v3: fetch it, check it, measure its action statistics, and encode it once for training.
 
-Run:    python 04_fetch_libero.py fetch  --out work/data
+Run:    python 04_fetch_libero.py all    --data work/data --base work/models/Cosmos3-Nano --out work/cache     (fetch, check, encode)
+        python 04_fetch_libero.py fetch  --data work/data
         python 04_fetch_libero.py check  --data work/data
         python 04_fetch_libero.py stats  --data work/data --out work/stats.json        (only for data other than NVIDIA's 20 fps set)
         python 04_fetch_libero.py encode --data work/data --base work/models/Cosmos3-Nano --out work/cache
 Reads:  the hub (fetch); DATA/<suite>/{meta,data,videos}; BASE/{vae,transformer,text_tokenizer} (encode)
-Writes: fetch: OUT/<suite>; stats: one JSON; encode: the cache that 05 trains from (manifest.json, <suite>/latents.bin, prompt_kv.safetensors, COMPLETE)
+Writes: fetch: DATA/<suite>; stats: one JSON; encode: the cache that 05 trains from (manifest.json, <suite>/latents.bin, prompt_kv.safetensors, COMPLETE)
 Needs:  common/console.py, common/cosmos3.py, common/libero.py, common/quantile.py, common/rot6d.py, common/weights.py, common/keys.py,
         common/libero_stats_20fps.json; torch, torchvision, diffusers, lerobot, pyarrow
 Fails:  exit 3: a suite, the base or disk space is missing; exit 4: OUT exists; exit 5: check found defects
@@ -37,35 +38,48 @@ def parse_args(argv=None):
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name, text):
-        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        sub = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        sub.add_argument("--data", type=Path, default=Path("work/data"), help="folder that holds the suites")
         sub.add_argument("--suites", nargs="+", default=list(LIBERO.suites), help="suite folders")
         sub.add_argument("--dry-run", action="store_true", help="print the plan and stop")
         sub.add_argument("--json", type=Path, help="write the result as JSON to this file")
-        if name != "fetch":
-            sub.add_argument("--data", type=Path, default=Path("work/data"), help="folder that holds the suites")
         return sub
 
-    fetch = command("fetch", "download the suites")
-    fetch.add_argument("--out", type=Path, default=Path("work/data"), help="folder for the suites")
-    fetch.add_argument("--repo", default=REPO, help="data set repository on the hub")
-    fetch.add_argument("--revision", default="main", help="branch, tag or full commit hash; the commit is recorded in fetch.json")
-    fetch.add_argument("--endpoint", help="hub endpoint for this data set; HF_ENDPOINT is ignored here, since mirrors answer data sets with a 308")
-    fetch.add_argument("--tiny", action="store_true", help="lay out the 12 demonstration episodes of this repository instead of downloading")
+    def fetch_flags(sub):
+        sub.add_argument("--repo", default=REPO, help="data set repository on the hub")
+        sub.add_argument("--revision", default="main", help="branch, tag or full commit hash; the commit is recorded in fetch.json")
+        sub.add_argument(
+            "--endpoint", help="hub endpoint for this data set; HF_ENDPOINT is ignored here, since mirrors answer data sets with a 308"
+        )
+        sub.add_argument(
+            "--tiny", action="store_true", help="lay out the 12 demonstration episodes of this repository instead of downloading"
+        )
+
+    def encode_flags(sub):
+        sub.add_argument("--base", type=Path, default=Path("work/models/Cosmos3-Nano"), help="diffusers folder of nvidia/Cosmos3-Nano")
+        sub.add_argument("--out", type=Path, default=Path("work/cache"), help="cache folder to write")
+        sub.add_argument("--stats", type=Path, default=quantile.BUILT_IN, help="action stats that training will normalize with")
+        sub.add_argument("--stats-block", choices=quantile.BLOCKS, default="global_raw", help="block of the stats file")
+        sub.add_argument("--stride", type=int, default=1, help="frames between the starts of two windows")
+        sub.add_argument("--batch", type=int, default=8, help="windows per VAE call")
+        sub.add_argument("--device", help="torch device; cuda if there is one")
+        sub.add_argument(
+            "--force", action="store_true", help="replace OUT if it exists, and start over if an unfinished one lies beside it"
+        )
+
+    fetch_flags(command("fetch", "download the suites"))
     command("check", "list every defect of the suites")
     stats = command("stats", "pooled action statistics of the training episodes")
     stats.add_argument("--out", type=Path, default=Path("work/stats.json"), help="stats file to write")
     stats.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    encode = command("encode", "run the frozen networks once: windows to latents, prompts to keys and values")
-    encode.add_argument("--base", type=Path, default=Path("work/models/Cosmos3-Nano"), help="diffusers folder of nvidia/Cosmos3-Nano")
-    encode.add_argument("--out", type=Path, default=Path("work/cache"), help="cache folder to write")
-    encode.add_argument("--stats", type=Path, default=quantile.BUILT_IN, help="action stats that training will normalize with")
-    encode.add_argument("--stats-block", choices=quantile.BLOCKS, default="global_raw", help="block of the stats file")
-    encode.add_argument("--stride", type=int, default=1, help="frames between the starts of two windows")
-    encode.add_argument("--batch", type=int, default=8, help="windows per VAE call")
-    encode.add_argument("--device", help="torch device; cuda if there is one")
-    encode.add_argument("--force", action="store_true", help="replace OUT if it exists, and start over if an unfinished one lies beside it")
+    encode_flags(command("encode", "run the frozen networks once: windows to latents, prompts to keys and values"))
+    both = command("all", "fetch, check and encode")
+    fetch_flags(both)
+    encode_flags(both)
     args = parser.parse_args(argv)
-    if args.command == "encode" and min(args.stride, args.batch) < 1:
+    if args.command in ("encode", "all") and min(args.stride, args.batch) < 1:
         parser.error("--stride and --batch are at least 1")
     return args
 
@@ -74,7 +88,11 @@ def suite_roots(args) -> list[Path]:
     """The folders of the suites asked for. A missing one is an error, never a smaller mix."""
     missing = [s for s in args.suites if not (args.data / s / "meta/info.json").is_file()]
     if missing:
-        raise Precondition(f"suites {', '.join(args.suites)} in {args.data}", f"no {', '.join(missing)}", f"python 04_fetch_libero.py fetch --out {args.data}, or name fewer with --suites")
+        raise Precondition(
+            f"suites {', '.join(args.suites)} in {args.data}",
+            f"no {', '.join(missing)}",
+            f"python 04_fetch_libero.py fetch --data {args.data}, or name fewer with --suites",
+        )
     return [args.data / s for s in args.suites]
 
 
@@ -83,19 +101,19 @@ def suite_roots(args) -> list[Path]:
 
 def fetch(args) -> dict:
     console.plan("suites", " ".join(args.suites))
-    console.plan("out", args.out)
+    console.plan("data", args.data)
     if args.tiny:
         console.plan("from", f"{DEMO} (demonstrations recorded in the simulator; nothing is downloaded)")
         if args.dry_run:
             return {}
         for suite in args.suites:
-            place = args.out / suite
+            place = args.data / suite
             if not (DEMO / suite).is_dir():
                 raise Precondition("a demonstration suite", f"no {suite} in {DEMO}", f"choose from {', '.join(LIBERO.suites)}")
             if place.exists():
                 console.ok(suite, "already there")
                 continue
-            tmp = args.out / f".{suite}.tmp"
+            tmp = args.data / f".{suite}.tmp"
             shutil.rmtree(tmp, ignore_errors=True)
             shutil.copytree(DEMO / suite, tmp)
             os.replace(tmp, place)
@@ -106,23 +124,35 @@ def fetch(args) -> dict:
 
         endpoint = args.endpoint or constants._HF_DEFAULT_ENDPOINT
         if os.environ.get("HF_ENDPOINT") and not args.endpoint:
-            console.warn("endpoint", "HF_ENDPOINT is set and ignored for the data set: model mirrors answer data sets with 308; --endpoint overrides")
+            console.warn(
+                "endpoint", "HF_ENDPOINT is set and ignored for the data set: model mirrors answer data sets with 308; --endpoint overrides"
+            )
         console.plan("from", f"{args.repo} at {args.revision}")
-        console.need_disk(args.out, DATA_BYTES, "the four suites")
+        console.need_disk(args.data, DATA_BYTES, "the four suites")
         if args.dry_run:
             return {}
         try:
             commit = HfApi(endpoint=endpoint).dataset_info(args.repo, revision=args.revision).sha
-            snapshot_download(args.repo, repo_type="dataset", revision=commit, local_dir=args.out, allow_patterns=[f"{s}/*" for s in args.suites], endpoint=endpoint)
+            snapshot_download(
+                args.repo,
+                repo_type="dataset",
+                revision=commit,
+                local_dir=args.data,
+                allow_patterns=[f"{s}/*" for s in args.suites],
+                endpoint=endpoint,
+            )
         except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            hint = "a mirror answered 308: drop --endpoint, or name one that serves data sets" if "308" in str(error) else "check the network and HF_HUB_OFFLINE; run again, finished files are kept"
+            hint = (
+                "a mirror answered 308: drop --endpoint, or name one that serves data sets"
+                if "308" in str(error)
+                else "check the network and HF_HUB_OFFLINE; run again, finished files are kept"
+            )
             raise Precondition(f"{args.repo} from the hub", text, hint) from error
         note = {"repo": args.repo, "revision": commit, "suites": args.suites}
-    args.data = args.out
     suite_roots(args)
-    console.write_json(args.out / "fetch.json", note)
-    return {"out": args.out, "suites": len(args.suites)}
+    console.write_json(args.data / "fetch.json", note)
+    return {"data": args.data, "suites": len(args.suites)}
 
 
 # ---------------------------------------------------------------- check
@@ -146,7 +176,9 @@ def defects(root: Path) -> list[str]:
         if features.get(camera, {}).get("dtype") != "video":
             found.append(f"{root}/meta/info.json: no video feature {camera}; it has {sorted(features)}")
     if list(features.get(LIBERO.action_key, {}).get("shape", [])) != [LIBERO.action_dim]:
-        found.append(f"{root}/meta/info.json: action shape {features.get(LIBERO.action_key, {}).get('shape')}, expected [{LIBERO.action_dim}]")
+        found.append(
+            f"{root}/meta/info.json: action shape {features.get(LIBERO.action_key, {}).get('shape')}, expected [{LIBERO.action_dim}]"
+        )
     if found:
         return found
     try:
@@ -158,7 +190,9 @@ def defects(root: Path) -> list[str]:
     if [row["episode_index"] for row in suite.episodes] != list(range(len(suite.episodes))):
         found.append(f"{root}/meta/episodes: episode_index is not 0..{len(suite.episodes) - 1}")
     if (info.get("total_episodes"), info.get("total_frames")) != (len(suite.episodes), len(suite.actions)):
-        found.append(f"{root}/meta/info.json: {info.get('total_episodes')} episodes and {info.get('total_frames')} frames, the tables hold {len(suite.episodes)} and {len(suite.actions)}")
+        found.append(
+            f"{root}/meta/info.json: {info.get('total_episodes')} episodes and {info.get('total_frames')} frames, the tables hold {len(suite.episodes)} and {len(suite.actions)}"
+        )
     unknown = sorted(set(suite.task.tolist()) - set(suite.tasks))
     if unknown:
         found.append(f"{root}/meta/tasks.parquet: no task_index {unknown}")
@@ -177,7 +211,9 @@ def defects(root: Path) -> list[str]:
     for e in range(len(suite.episodes)):
         steps = np.diff(suite.timestamp[suite.start[e] : suite.start[e + 1]])
         if len(steps) and np.abs(steps - 1 / suite.fps).max() > 0.5 / suite.fps:
-            found.append(f"{root}/data: episode {e}: timestamps do not advance by 1/{suite.fps:g} s, first after frame {int(np.abs(steps - 1 / suite.fps).argmax())}")
+            found.append(
+                f"{root}/data: episode {e}: timestamps do not advance by 1/{suite.fps:g} s, first after frame {int(np.abs(steps - 1 / suite.fps).argmax())}"
+            )
         try:
             libero.episode_frames(suite, e)
         except Precondition as error:
@@ -229,7 +265,9 @@ def stats(args) -> dict:
     console.say(f"{'channel':>8} {'q01':>10} {'q99':>10} {'built-in q01':>13} {'q99':>10}")
     for i, name in enumerate(names):
         moved = max(abs(ours.q01[i] - theirs.q01[i]), abs(ours.q99[i] - theirs.q99[i])) > 0.1 * (theirs.q99[i] - theirs.q01[i])
-        console.say(f"{name:>8} {ours.q01[i]:10.4f} {ours.q99[i]:10.4f} {theirs.q01[i]:13.4f} {theirs.q99[i]:10.4f}{'  moved by more than a tenth of its range' if moved else ''}")
+        console.say(
+            f"{name:>8} {ours.q01[i]:10.4f} {ours.q99[i]:10.4f} {theirs.q01[i]:13.4f} {theirs.q99[i]:10.4f}{'  moved by more than a tenth of its range' if moved else ''}"
+        )
     return {"out": args.out, "rows": table["count"], "sha256": ours.sha256[:12]}
 
 
@@ -271,7 +309,9 @@ def encode_prompts(texts, base, source, device, file: Path) -> list[int]:
     for i, text in enumerate(texts):
         ids = libero.prompt_ids(tokenizer, text)
         if ids.max() >= config["vocab_size"]:
-            raise Precondition(f"token ids below {config['vocab_size']}", f"{ids.max()}", "use the text_tokenizer/ that belongs to this base")
+            raise Precondition(
+                f"token ids below {config['vocab_size']}", f"{ids.max()}", "use the text_tokenizer/ that belongs to this base"
+            )
         k, v = tower(torch.from_numpy(ids).to(device))
         tensors |= {f"k.{i}": k.cpu().contiguous(), f"v.{i}": v.cpu().contiguous()}
         lengths.append(len(ids))
@@ -287,7 +327,9 @@ def load_vae(folder: Path, device):
     from diffusers import AutoencoderKLWan
 
     vae = AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch.bfloat16).to(device).eval().requires_grad_(False)
-    mean, std = (torch.tensor(v, dtype=torch.bfloat16, device=device).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = (
+        torch.tensor(v, dtype=torch.bfloat16, device=device).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std)
+    )
     return vae, mean, 1 / std
 
 
@@ -313,7 +355,11 @@ def encode(args) -> dict:
         normalizer.require_fps(s.fps)
     source = weights.open_source(args.base)
     if source.kind != "diffusers" or not (args.base / "vae").is_dir():
-        raise Precondition("a diffusers folder with vae/, transformer/ and text_tokenizer/", f"{args.base}", "pass --base the folder that 02_cache_models.py fetched")
+        raise Precondition(
+            "a diffusers folder with vae/, transformer/ and text_tokenizer/",
+            f"{args.base}",
+            "pass --base the folder that 02_cache_models.py fetched",
+        )
     columns = [libero.windows(s, LIBERO, args.stride) for s in suites]
     latent_shape = [48, 1 + LIBERO.chunk // libero.VAE_TEMPORAL, *libero.mosaic_canvas(LIBERO).latent_size]
     texts, places = prompt_table(suites, columns)
@@ -337,9 +383,13 @@ def encode(args) -> dict:
         "suites": {s.name: [len(s.episodes), len(s.actions), n] for s, n in zip(suites, counts, strict=True)},
         "stride": args.stride,
     }
-    if part.exists() and (args.force or not (part / "request.json").is_file() or json.loads((part / "request.json").read_text()) != request):
+    if part.exists() and (
+        args.force or not (part / "request.json").is_file() or json.loads((part / "request.json").read_text()) != request
+    ):
         if not args.force:
-            raise OutputExists("an unfinished cache of the same request", f"{part} of another one", "pass --force to start over, or delete it")
+            raise OutputExists(
+                "an unfinished cache of the same request", f"{part} of another one", "pass --force to start over, or delete it"
+            )
         shutil.rmtree(part)
     if not part.exists():
         part.mkdir(parents=True)
@@ -364,7 +414,13 @@ def encode(args) -> dict:
         "stats": {"file": "stats.json", "block": normalizer.block, "sha256": normalizer.sha256},
         "prompts": [{"text": t, "tokens": n} for t, n in zip(texts, lengths, strict=True)],
         "suites": {
-            s.name: {"episodes": len(s.episodes), "frames": len(s.actions), "windows": n, "val_windows": int(c["val"].sum()), "val_episodes": libero.split_episodes(len(s.episodes))[1]}
+            s.name: {
+                "episodes": len(s.episodes),
+                "frames": len(s.actions),
+                "windows": n,
+                "val_windows": int(c["val"].sum()),
+                "val_episodes": libero.split_episodes(len(s.episodes))[1],
+            }
             for s, n, c in zip(suites, counts, columns, strict=True)
         },
     }
@@ -385,7 +441,9 @@ def encode_suite(suite, column, place, folder: Path, latent_shape, vae, batch: i
 
     folder.mkdir(exist_ok=True)
     n = len(column["start"])
-    prompt, variants = np.array([place[t, i] for t, i in zip(column["task"].tolist(), column["idle"].tolist(), strict=True)], np.int32).reshape(-1, 2).T
+    prompt, variants = (
+        np.array([place[t, i] for t, i in zip(column["task"].tolist(), column["idle"].tolist(), strict=True)], np.int32).reshape(-1, 2).T
+    )
     pq.write_table(pa.table({**column, "prompt": prompt, "variants": variants}), folder / "windows.parquet")
     np.save(folder / "actions.npy", suite.actions)
     file = folder / "latents.bin"
@@ -429,11 +487,21 @@ def check_cache(folder: Path) -> None:
 
 def main(argv=None) -> int:
     args = parse_args(argv)
-    result = {"fetch": fetch, "check": check, "stats": stats, "encode": encode}[args.command](args)
+    if args.command == "all" and args.dry_run and not args.data.is_dir():
+        fetch(args)
+        console.plan("then", "check and encode, which need the data to be planned")
+        return 0
+    result = {}
+    for command in (
+        (fetch, check, encode)
+        if args.command == "all"
+        else ({"fetch": fetch, "check": check, "stats": stats, "encode": encode}[args.command],)
+    ):
+        result |= command(args)
     if not args.dry_run:
-        if args.json and args.command != "check":
+        if args.json and args.command != "check":  # check writes its report itself, defects or not
             console.write_json(args.json, result)
-        console.done(f"{STAGE} {args.command}", **result)
+        console.done(STAGE, **result)
     return 0
 
 

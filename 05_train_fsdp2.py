@@ -42,12 +42,19 @@ CHECKPOINT_COPIES = {"weights": 4, "exp_avg": 4, "exp_avg_sq": 4, "ema": 4}  # b
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
     add("--base", type=Path, default=Path("work/models/Cosmos3-Nano-DCP"), help="base weights: a DCP or the diffusers folder")
     add("--cache", type=Path, default=Path("work/cache"), help="encoded cache of stage 04")
     add("--out", type=Path, default=Path("work/run"), help="run folder")
-    add("--resume", nargs="?", const="latest", help="go on from the newest complete checkpoint of --out, or from the global_step_N folder given")
+    add(
+        "--resume",
+        nargs="?",
+        const="latest",
+        help="go on from the newest complete checkpoint of --out, or from the global_step_N folder given",
+    )
     # horizon
     add("--steps", type=int, default=5000, help="optimizer steps in all")
     add("--global-batch", type=int, default=2048, help="samples per optimizer step, over all ranks")
@@ -147,7 +154,14 @@ class Stream:
             actions[i, :, : LIBERO.raw_action_dim] = self.normalizer.normalize(LIBERO.encode(chunk))
             action_noise[i, :, : LIBERO.raw_action_dim] = noise.action
             prompt[i] = 0 if noise.drop_prompt else suite.prompt[row] + int(noise.variant * suite.variants[row])
-        tensors = {"latents": torch.from_numpy(latents).view(torch.bfloat16), "vision_noise": vision_noise, "actions": actions, "action_noise": action_noise, "sigma": sigma, "prompt": prompt}
+        tensors = {
+            "latents": torch.from_numpy(latents).view(torch.bfloat16),
+            "vision_noise": vision_noise,
+            "actions": actions,
+            "action_noise": action_noise,
+            "sigma": sigma,
+            "prompt": prompt,
+        }
         return {k: v if isinstance(v, torch.Tensor) else torch.from_numpy(v) for k, v in tensors.items()}
 
 
@@ -182,7 +196,9 @@ def loss_of(tower, batch: dict, prompts, fps: float, dtype):
     clean_actions = torch.zeros(a0.shape[:2], dtype=torch.bool, device=a0.device)
     latents = cosmos3.add_noise(x0, batch["vision_noise"], batch["sigma"], clean_frames, 2)
     actions = cosmos3.add_noise(a0, batch["action_noise"], batch["sigma"], clean_actions, 1)
-    vision, action = tower(latents.to(dtype), actions.to(dtype), batch["sigma"], prompts, batch["prompt"], clean_frames, clean_actions, LIBERO.domain_id, fps)
+    vision, action = tower(
+        latents.to(dtype), actions.to(dtype), batch["sigma"], prompts, batch["prompt"], clean_frames, clean_actions, LIBERO.domain_id, fps
+    )
     targets = batch["vision_noise"] - x0, batch["action_noise"] - a0
     vision_loss, action_loss = cosmos3.flow_loss(vision, action, *targets, clean_frames, clean_actions, LIBERO.raw_action_dim)
     return vision_loss.mean(), action_loss.mean()
@@ -231,10 +247,18 @@ def load_base(tower, source, seed: int) -> None:
     missing = sorted(set(parameters) - fresh - set(source.net))
     wrong = [k for k in set(parameters) - fresh - set(missing) if source.info[source.net[k]][0] != tuple(parameters[k].shape)]
     if missing or wrong:
-        raise Precondition(f"{len(parameters) - len(fresh)} base tensors in {source.path}", f"{len(missing)} absent, {len(wrong)} of another shape, first {(missing + wrong)[0]}", "pass a Cosmos3-Nano base")
+        raise Precondition(
+            f"{len(parameters) - len(fresh)} base tensors in {source.path}",
+            f"{len(missing)} absent, {len(wrong)} of another shape, first {(missing + wrong)[0]}",
+            "pass a Cosmos3-Nano base",
+        )
     dcp.load({source.net[k]: p.detach() for k, p in parameters.items() if k not in fresh}, storage_reader=source.reader())
     config, generator = tower.config, torch.Generator().manual_seed(seed)
-    std = {"action2llm.fc.weight": config.action_dim**-0.5, "llm2action.fc.weight": config.hidden_size**-0.5, "action_modality_embed": config.hidden_size**-0.5}
+    std = {
+        "action2llm.fc.weight": config.action_dim**-0.5,
+        "llm2action.fc.weight": config.hidden_size**-0.5,
+        "action_modality_embed": config.hidden_size**-0.5,
+    }
     for key in sorted(fresh):
         full = torch.zeros(parameters[key].shape)
         if key in std:
@@ -249,10 +273,17 @@ def make_optimizer(tower, lr: float, steps_done: int):
     import torch
 
     parameters = {keys.to_canonical(n): p for n, p in tower.named_parameters()}
-    groups = [{"params": [parameters[n] for n in g["names"]], "lr": g["lr"], "multiplier": g["multiplier"]} for g in keys.param_groups(parameters, lr)]
+    groups = [
+        {"params": [parameters[n] for n in g["names"]], "lr": g["lr"], "multiplier": g["multiplier"]}
+        for g in keys.param_groups(parameters, lr)
+    ]
     optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
     for p in parameters.values():
-        optimizer.state[p] = {"step": torch.tensor(float(steps_done), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {
+            "step": torch.tensor(float(steps_done), device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     return optimizer
 
 
@@ -280,7 +311,14 @@ class PowerEMA:
         from torch.distributed.tensor import DTensor
 
         return {
-            k: DTensor.from_local(average, self.mesh, self.parameters[k].placements, run_check=False, shape=self.parameters[k].shape, stride=self.parameters[k].stride())
+            k: DTensor.from_local(
+                average,
+                self.mesh,
+                self.parameters[k].placements,
+                run_check=False,
+                shape=self.parameters[k].shape,
+                stride=self.parameters[k].stride(),
+            )
             for k, average in self.local.items()
         }
 
@@ -351,17 +389,27 @@ def plan(args) -> dict:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     source = weights.open_source(args.base)
     if not (source.path / "config.json").is_file():
-        raise Precondition("config.json beside the base's tensors", f"none in {source.path}", "copy transformer/config.json of nvidia/Cosmos3-Nano there")
+        raise Precondition(
+            "config.json beside the base's tensors", f"none in {source.path}", "copy transformer/config.json of nvidia/Cosmos3-Nano there"
+        )
     config = json.loads((source.path / "config.json").read_text())
     manifest = libero.read_manifest(args.cache)
     fingerprint = weights.base_fingerprint(source)
     if manifest["base_fingerprint"] != fingerprint:
-        raise Precondition(f"a cache made with this base ({fingerprint[:12]})", f"{args.cache} was made with {manifest['base_fingerprint'][:12]}", "encode again with this base, or pass the other base")
+        raise Precondition(
+            f"a cache made with this base ({fingerprint[:12]})",
+            f"{args.cache} was made with {manifest['base_fingerprint'][:12]}",
+            "encode again with this base, or pass the other base",
+        )
     if manifest["robot"] != json.loads(json.dumps(LIBERO.describe())):
         raise Precondition("a cache of this robot description", f"another one in {args.cache}/manifest.json", "encode again")
     normalizer = quantile.load_stats(args.cache / manifest["stats"]["file"], manifest["stats"]["block"])
     if normalizer.sha256 != manifest["stats"]["sha256"]:
-        raise Precondition(f"stats {manifest['stats']['sha256'][:12]}", f"{normalizer.sha256[:12]} in {normalizer.path}", "encode again; the file was changed after the encode")
+        raise Precondition(
+            f"stats {manifest['stats']['sha256'][:12]}",
+            f"{normalizer.sha256[:12]} in {normalizer.path}",
+            "encode again; the file was changed after the encode",
+        )
     share, rest = divmod(args.global_batch, world)
     if rest or share % args.micro_batch or world % args.replicate:
         raise Precondition(
@@ -378,7 +426,11 @@ def plan(args) -> dict:
     copies = sum(v for k, v in CHECKPOINT_COPIES.items() if k != "ema" or args.ema != "off")
     resume = args.resume and (newest_checkpoint(args.out) if args.resume == "latest" else Path(args.resume))
     if args.resume and (resume is None or not (resume / "COMPLETE").is_file()):
-        raise Precondition("a complete checkpoint to resume from", f"none at {resume or args.out / 'checkpoints'}", "start without --resume, or pass a global_step_N folder with COMPLETE in it")
+        raise Precondition(
+            "a complete checkpoint to resume from",
+            f"none at {resume or args.out / 'checkpoints'}",
+            "start without --resume, or pass a global_step_N folder with COMPLETE in it",
+        )
     if args.out.exists() and not args.resume:
         raise OutputExists("no folder at --out", f"{args.out} exists", "pass --resume to go on with it, or another --out")
     for key, value in {
@@ -402,7 +454,15 @@ def plan(args) -> dict:
         "base": {"path": str(args.base), "fingerprint": fingerprint},
         "trained": list(keys.TRAINED),
     }
-    return {"source": source, "config": config, "manifest": manifest, "normalizer": normalizer, "policy": policy, "resume": resume, "world": world}
+    return {
+        "source": source,
+        "config": config,
+        "manifest": manifest,
+        "normalizer": normalizer,
+        "policy": policy,
+        "resume": resume,
+        "world": world,
+    }
 
 
 def check_resume(checkpoint: Path, policy: dict) -> dict:
@@ -413,7 +473,11 @@ def check_resume(checkpoint: Path, policy: dict) -> dict:
         side["base"].pop("path")  # the same base may lie elsewhere
     differ = [f"{k}: {theirs.get(k)} -> {ours.get(k)}" for k in ours if ours[k] != theirs.get(k)]
     if differ:
-        raise Precondition(f"the recipe of {checkpoint}", "; ".join(differ), "resume with the base, cache and stats that the run began with, or start a new run")
+        raise Precondition(
+            f"the recipe of {checkpoint}",
+            "; ".join(differ),
+            "resume with the base, cache and stats that the run began with, or start a new run",
+        )
     return json.loads((checkpoint / "train.json").read_text())
 
 
@@ -443,7 +507,15 @@ def environment() -> dict:
     here = Path(__file__).resolve().parent
     git = subprocess.run(["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__, "numpy": np.__version__, "gpus": gpus, "git": git.stdout.strip(), "argv": sys.argv}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "numpy": np.__version__,
+        "gpus": gpus,
+        "git": git.stdout.strip(),
+        "argv": sys.argv,
+    }
 
 
 def train(args, p: dict) -> dict:
@@ -458,9 +530,15 @@ def train(args, p: dict) -> dict:
     device, rank = setup_distributed()
     world = p["world"]
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-    mesh = init_device_mesh(device.type, (world,)) if args.replicate == 1 else init_device_mesh(device.type, (args.replicate, world // args.replicate), mesh_dim_names=("replicate", "shard"))
+    mesh = (
+        init_device_mesh(device.type, (world,))
+        if args.replicate == 1
+        else init_device_mesh(device.type, (args.replicate, world // args.replicate), mesh_dim_names=("replicate", "shard"))
+    )
     log, board = console_rank0, None
-    train_state = check_resume(p["resume"], p["policy"]) if p["resume"] else {"step": 0, "samples": 0, "updates": 0, "ema_updates": 0, "skipped": 0}
+    train_state = (
+        check_resume(p["resume"], p["policy"]) if p["resume"] else {"step": 0, "samples": 0, "updates": 0, "ema_updates": 0, "skipped": 0}
+    )
     if rank == 0:
         (args.out / "checkpoints").mkdir(parents=True, exist_ok=True)
         shutil.copy(p["normalizer"].path, args.out / "stats.json")
@@ -516,13 +594,22 @@ def train(args, p: dict) -> dict:
         norm = torch.nn.utils.get_total_norm([q.grad for q in parameters])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not math.isfinite(norm.item()):  # the norm is global: all ranks see the same
-            raise VerifyFailed("a finite gradient", f"norm {norm.item()} at step {step + 1}, samples {train_state['samples']}..{train_state['samples'] + args.global_batch - 1}", "resume from the last checkpoint; look at the data with 04 check")
+            raise VerifyFailed(
+                "a finite gradient",
+                f"norm {norm.item()} at step {step + 1}, samples {train_state['samples']}..{train_state['samples'] + args.global_batch - 1}",
+                "resume from the last checkpoint; look at the data with 04 check",
+            )
         torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
         optimizer.step()
         optimizer.zero_grad()
         if ema:
             ema.update()
-        train_state = train_state | {"step": step + 1, "samples": train_state["samples"] + args.global_batch, "updates": train_state["updates"] + 1, "ema_updates": ema.updates if ema else 0}
+        train_state = train_state | {
+            "step": step + 1,
+            "samples": train_state["samples"] + args.global_batch,
+            "updates": train_state["updates"] + 1,
+            "ema_updates": ema.updates if ema else 0,
+        }
 
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             dist.all_reduce(losses)
@@ -535,7 +622,8 @@ def train(args, p: dict) -> dict:
                 "train/flow_matching_loss_vision": vision,
                 "train/flow_matching_loss_action": action,
                 "train/grad_norm": norm.item(),
-                "train/learning_rate": args.lr * lr_factor(step + 1, args.warmup, args.lr_cycle),  # as RLinf logs it: after the scheduler's step
+                "train/learning_rate": args.lr
+                * lr_factor(step + 1, args.warmup, args.lr_cycle),  # as RLinf logs it: after the scheduler's step
                 "time/step": seconds,
                 "time/data": waited,
                 "train/samples_per_s": args.global_batch / seconds,
@@ -577,7 +665,11 @@ def verify(result: dict, p: dict) -> None:
     source = weights.open_source(result["checkpoint"])
     names = set(keys.trained(keys.shapes(p["config"], sound=False)))
     if set(source.net) != names or (source.ema and set(source.ema) != names):
-        raise VerifyFailed(f"{len(names)} trained tensors", f"{len(source.net)} and {len(source.ema)} averages in {result['checkpoint']}", "resume from the checkpoint before")
+        raise VerifyFailed(
+            f"{len(names)} trained tensors",
+            f"{len(source.net)} and {len(source.ema)} averages in {result['checkpoint']}",
+            "resume from the checkpoint before",
+        )
     console.ok("verify", f"{result['checkpoint']} holds {len(source.net)} weights and {len(source.ema)} averages")
 
 

@@ -193,10 +193,10 @@ def leftovers(folder: Path) -> list[Path]:
 def check_folder(folder: Path, required: Iterable[str] = (), patterns: Iterable[str] = ("*",), listing: Path | None = None) -> list[str]:
     """What is wrong with a plain folder or a snapshot: '<file>: <problem>' each; [] if nothing.
 
-    required: patterns that must each match a file. listing: a trees/<commit>.json; its files that match `patterns` must be here
-    with their sizes. Shards named by a *.safetensors.index.json must be here too.
+    Only files that match `patterns` count. required: patterns that must each match one. listing: a trees/<commit>.json, whose
+    files must be here with their sizes. Shards named by a *.safetensors.index.json must be here too.
     """
-    names = list_files(folder)
+    names = [n for n in list_files(folder) if matches(n, patterns)]
     entries = (_load(listing, "files") if listing else None) or {}
     listed = {name: entry.get("lfs_size", entry["size"]) for name, entry in entries.items() if matches(name, patterns)}
     problems = {name: problem for name in names if (problem := file_problem(folder / name, listed.get(name)))}
@@ -240,7 +240,7 @@ def verify(hub: Path, repo_id: str, revision: str, *, required=(), patterns=("*"
         problems.append(f"{listing}: absent, so huggingface_hub 1.33 finds no commit offline; lay the snapshot itself out again to write it")
     problems += check_folder(snapshot, required, patterns, listing)
     known = {p.split(": ")[0] for p in problems}
-    for name in [n for n in list_files(snapshot) if hashes and n not in known and (snapshot / n).is_symlink()]:
+    for name in [n for n in list_files(snapshot) if hashes and n not in known and matches(n, patterns) and (snapshot / n).is_symlink()]:
         blob = (snapshot / name).parent / os.readlink(snapshot / name)
         if digest(blob, len(blob.name) == 64) != blob.name:
             problems.append(f"{name}: its bytes do not hash to its blob's name; delete {blob.resolve()} and fetch it again")

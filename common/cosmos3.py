@@ -81,7 +81,11 @@ class UndTower(nn.Module):
         self.embed_tokens = transformer.embed_tokens
         self.rotary_emb = transformer.rotary_emb
         self.rope_theta = transformer.config.rope_theta
-        self.heads, self.kv_heads, self.head_dim = transformer.config.num_attention_heads, transformer.config.num_key_value_heads, transformer.config.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            transformer.config.num_attention_heads,
+            transformer.config.num_key_value_heads,
+            transformer.config.head_dim,
+        )
         self.layers = nn.ModuleList()
         for layer in transformer.layers:
             bare = _pick(layer, ("input_layernorm", "post_attention_layernorm", "mlp"))
@@ -135,7 +139,9 @@ class PromptKV:
 # ---------------------------------------------------------------- generation tower
 
 
-def gen_positions(und_len: Tensor, grid: tuple[int, int, int], actions: int, fps: float, margin: int = 15000, base_fps: float = 24) -> Tensor:
+def gen_positions(
+    und_len: Tensor, grid: tuple[int, int, int], actions: int, fps: float, margin: int = 15000, base_fps: float = 24
+) -> Tensor:
     """Position ids float32 [3 (t, h, w), B, frames * rows * columns + actions] of the generation tokens.
 
     und_len: int64 [B], text tokens; grid: latent frames, patch rows, patch columns; fps of the data. Time runs in units of
@@ -197,14 +203,32 @@ class GenTower(nn.Module):
         super().__init__()
         self.config = config = transformer.config
         self.layers = nn.ModuleList(GenLayer(layer, config) for layer in transformer.layers)
-        for name in ("norm_moe_gen", "proj_in", "proj_out", "time_proj", "time_embedder", "action_proj_in", "action_proj_out", "rotary_emb"):
+        for name in (
+            "norm_moe_gen",
+            "proj_in",
+            "proj_out",
+            "time_proj",
+            "time_embedder",
+            "action_proj_in",
+            "action_proj_out",
+            "rotary_emb",
+        ):
             setattr(self, name, getattr(transformer, name))
         self.action_modality_embed = transformer.action_modality_embed
         self.rope_theta = config.rope_theta
         self.checkpoint_every = 0  # recompute every k-th layer in the backward pass; 0: none, 1: all
 
     def forward(
-        self, latents: Tensor, actions: Tensor, sigma: Tensor, prompts: PromptKV, prompt: Tensor, clean_frames: Tensor, clean_actions: Tensor, domain: int, fps: float
+        self,
+        latents: Tensor,
+        actions: Tensor,
+        sigma: Tensor,
+        prompts: PromptKV,
+        prompt: Tensor,
+        clean_frames: Tensor,
+        clean_actions: Tensor,
+        domain: int,
+        fps: float,
     ) -> tuple[Tensor, Tensor]:
         """Velocities of one batch; what is clean is predicted as zero.
 
@@ -219,7 +243,9 @@ class GenTower(nn.Module):
         p = c.latent_patch_size
         grid = (t, h // p, w // p)
         # The sinusoid and its MLP run in the MLP's own dtype (float32 in training), then join the compute dtype.
-        time = self.time_embedder(self.time_proj(sigma.float() * (1000 * c.timestep_scale)).to(self.time_embedder.linear_1.weight.dtype)).to(dtype)
+        time = self.time_embedder(
+            self.time_proj(sigma.float() * (1000 * c.timestep_scale)).to(self.time_embedder.linear_1.weight.dtype)
+        ).to(dtype)
         noisy = torch.cat([~clean_frames.repeat_interleave(grid[1] * grid[2], 1), ~clean_actions], 1)
 
         vision = self.proj_in(patchify(latents, p))
@@ -281,7 +307,9 @@ def add_noise(x0: Tensor, eps: Tensor, sigma: Tensor, clean: Tensor, time_dim: i
     return (1 - s) * x0 + s * eps
 
 
-def flow_loss(vision: Tensor, action: Tensor, vision_target: Tensor, action_target: Tensor, clean_frames: Tensor, clean_actions: Tensor, raw_dim: int) -> tuple[Tensor, Tensor]:
+def flow_loss(
+    vision: Tensor, action: Tensor, vision_target: Tensor, action_target: Tensor, clean_frames: Tensor, clean_actions: Tensor, raw_dim: int
+) -> tuple[Tensor, Tensor]:
     """Per-sample squared errors, float32 [B] each, against v = eps - x_0.
 
     Clean frames and actions count as zero error and stay in the denominator (the vision loss is 4/5 of the mean over noisy

@@ -57,8 +57,15 @@ _LAYER = [
     ("self_attn.o_proj_moe_gen.weight", "self_attn.to_add_out.weight", "HQ"),
     ("self_attn.q_norm_moe_gen.weight", "self_attn.norm_added_q.weight", "D"),
     ("self_attn.k_norm_moe_gen.weight", "self_attn.norm_added_k.weight", "D"),
-    *((f"{mlp}.{name}_proj.weight", f"{mlp}.{name}_proj.weight", shape) for mlp in ("mlp", "mlp_moe_gen") for name, shape in (("gate", "IH"), ("up", "IH"), ("down", "HI"))),
-    *((f"{name}.weight", f"{name}.weight", "H") for name in ("input_layernorm", "input_layernorm_moe_gen", "post_attention_layernorm", "post_attention_layernorm_moe_gen")),
+    *(
+        (f"{mlp}.{name}_proj.weight", f"{mlp}.{name}_proj.weight", shape)
+        for mlp in ("mlp", "mlp_moe_gen")
+        for name, shape in (("gate", "IH"), ("up", "IH"), ("down", "HI"))
+    ),
+    *(
+        (f"{name}.weight", f"{name}.weight", "H")
+        for name in ("input_layernorm", "input_layernorm_moe_gen", "post_attention_layernorm", "post_attention_layernorm_moe_gen")
+    ),
 ]
 SOUND = ("sound2llm", "llm2sound", "sound_modality_embed")
 
@@ -86,7 +93,9 @@ _ROOT_TO_CANONICAL = {d: c for c, d, _ in _ROOT_BEFORE + _ROOT_AFTER}
 
 
 def _unknown(name: str) -> Precondition:
-    return Precondition("a tensor name of Cosmos3-Nano", repr(name), "use a Cosmos3-Nano checkpoint (Edge, Super and multiview models have other tensors)")
+    return Precondition(
+        "a tensor name of Cosmos3-Nano", repr(name), "use a Cosmos3-Nano checkpoint (Edge, Super and multiview models have other tensors)"
+    )
 
 
 def to_diffusers(canonical: str) -> str:
@@ -153,7 +162,10 @@ def shapes(config: Mapping, sound: bool = True) -> dict[str, tuple[int, ...]]:
     size["A*H"] = size["A"] * size["H"]
     letters = {c: s for c, _, s in _ROOT_BEFORE + _ROOT_AFTER}
     tails = {c: s for c, _, s in _LAYER}
-    return {k: tuple(size[x] for x in letters.get(k) or tails[_LAYER_NAME.match(k)[2]]) for k in rename_table(config["num_hidden_layers"], sound)}
+    return {
+        k: tuple(size[x] for x in letters.get(k) or tails[_LAYER_NAME.match(k)[2]])
+        for k in rename_table(config["num_hidden_layers"], sound)
+    }
 
 
 def match(patterns: Iterable[str], canonical: Iterable[str]) -> dict[str, list[str]]:
@@ -173,7 +185,11 @@ def check_skipped(canonical: Iterable[str], skipped: Iterable[str] = SKIPPED, pa
     fresh = trained(canonical, skipped)
     stuck = sorted(set(fresh) - set(trained(fresh, patterns)))
     if stuck:
-        raise Precondition("every skipped tensor to be trained", f"{len(stuck)} skipped and frozen: {', '.join(stuck[:10])}", "add it to the trained list or take it off the skip list")
+        raise Precondition(
+            "every skipped tensor to be trained",
+            f"{len(stuck)} skipped and frozen: {', '.join(stuck[:10])}",
+            "add it to the trained list or take it off the skip list",
+        )
     return fresh
 
 

@@ -136,7 +136,9 @@ def idle_frames(action, fps: float) -> int:
     vector = action[:, 3:6] if action.shape[-1] == 7 else rot6d.rot6d_to_axis_angle(action[:, 3:9])
     angle = np.linalg.norm(rot6d.matrix_to_axis_angle(rot6d.axis_angle_to_matrix(vector)), axis=-1)
     gripper = np.abs(np.diff(action[:, -1], prepend=action[:1, -1]))
-    still = (np.linalg.norm(action[:, :3], axis=-1) < IDLE_POSITION / fps) & (angle < np.deg2rad(IDLE_DEGREES) / fps) & (gripper < IDLE_GRIPPER)
+    still = (
+        (np.linalg.norm(action[:, :3], axis=-1) < IDLE_POSITION / fps) & (angle < np.deg2rad(IDLE_DEGREES) / fps) & (gripper < IDLE_GRIPPER)
+    )
     edges = np.flatnonzero(np.diff(np.concatenate([[False], still, [False]])))
     runs = edges[1::2] - edges[::2]
     return int(runs[runs >= IDLE_RUN].sum())
@@ -171,7 +173,10 @@ def load_tokenizer(folder: Path):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     eos = config["eos_token"]
-    ids = [tokenizer.token_to_id(t) for t in (eos["content"] if isinstance(eos, dict) else eos, "<|vision_start|>", "<|im_start|>", "<|im_end|>")]
+    ids = [
+        tokenizer.token_to_id(t)
+        for t in (eos["content"] if isinstance(eos, dict) else eos, "<|vision_start|>", "<|im_start|>", "<|im_end|>")
+    ]
     if None in ids:
         raise Precondition("Qwen's special tokens", f"one is missing in {folder}", "use the text_tokenizer/ of nvidia/Cosmos3-Nano")
     return tokenizer, ids[0], ids[1]
@@ -226,20 +231,30 @@ def read_suite(root: Path, robot: Embodiment = LIBERO) -> Suite:
     info = json.loads((root / "meta/info.json").read_text())
     if not str(info.get("codebase_version", "")).startswith("v3"):
         version = info.get("codebase_version")
-        raise Precondition("codebase_version v3.x", f"{version!r} in {root}", "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=... --root=...")
-    episodes = [row for f in sorted((root / "meta/episodes").rglob("*.parquet")) for row in pq.read_table(f).select(_routing(f, robot)).to_pylist()]
+        raise Precondition(
+            "codebase_version v3.x",
+            f"{version!r} in {root}",
+            "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=... --root=...",
+        )
+    episodes = [
+        row for f in sorted((root / "meta/episodes").rglob("*.parquet")) for row in pq.read_table(f).select(_routing(f, robot)).to_pylist()
+    ]
     episodes.sort(key=lambda row: row["episode_index"])
     columns = ["index", "episode_index", "task_index", "timestamp", robot.action_key]
     parts = [pq.read_table(f, columns=columns) for f in sorted((root / "data").rglob("*.parquet"))]
     if not episodes or not parts:
-        raise Precondition("episodes and data files", f"{len(episodes)} episodes, {len(parts)} data files in {root}", "python 04_fetch_libero.py fetch")
+        raise Precondition(
+            "episodes and data files", f"{len(episodes)} episodes, {len(parts)} data files in {root}", "python 04_fetch_libero.py fetch"
+        )
     column = {c: np.concatenate([p[c].to_numpy() for p in parts]) for c in columns[:-1]}
     actions = np.concatenate([np.stack(p[robot.action_key].to_numpy()) for p in parts]).astype(np.float32)
     order = np.argsort(column["index"], kind="stable")
     lengths = [row["length"] for row in episodes]
     expected = np.repeat([row["episode_index"] for row in episodes], lengths)
     if not np.array_equal(column["episode_index"][order], expected) or actions.shape[1:] != (robot.action_dim,):
-        raise Precondition("data rows that match the episodes table", f"a mismatch in {root}", f"python 04_fetch_libero.py check --data {root.parent}")
+        raise Precondition(
+            "data rows that match the episodes table", f"a mismatch in {root}", f"python 04_fetch_libero.py check --data {root.parent}"
+        )
     return Suite(
         root.name, root, float(info["fps"]), read_tasks(root), episodes, np.concatenate([[0], np.cumsum(lengths)]),
         column["task_index"][order], column["timestamp"][order].astype(np.float64), actions[order], info["video_path"],
@@ -250,10 +265,16 @@ def _routing(file: Path, robot: Embodiment) -> list[str]:
     """The episode columns that lead to the frames."""
     import pyarrow.parquet as pq
 
-    names = ["episode_index", "length", *(f"videos/{c}/{k}" for c in robot.cameras for k in ("chunk_index", "file_index", "from_timestamp"))]
+    names = [
+        "episode_index",
+        "length",
+        *(f"videos/{c}/{k}" for c in robot.cameras for k in ("chunk_index", "file_index", "from_timestamp")),
+    ]
     missing = sorted(set(names) - set(pq.read_schema(file).names))
     if missing:
-        raise Precondition("the routing columns of LeRobot v3", f"{file} lacks {missing}", "fetch the data set again, or convert it with lerobot")
+        raise Precondition(
+            "the routing columns of LeRobot v3", f"{file} lacks {missing}", "fetch the data set again, or convert it with lerobot"
+        )
     return names
 
 
@@ -290,7 +311,9 @@ def episode_frames(suite: Suite, episode: int, robot: Embodiment = LIBERO):
         try:  # half a frame of tolerance: start times summed over a long file drift by more than the reference's 1e-4 s
             views.append(decode_video_frames(path, seconds.tolist(), 0.5 / suite.fps, backend="pyav", return_uint8=True))
         except (OSError, ValueError, AssertionError) as error:
-            raise Precondition("decodable video", f"episode {episode} in {path}: {type(error).__name__}: {str(error)[:200]}", "fetch this file again") from error
+            raise Precondition(
+                "decodable video", f"episode {episode} in {path}: {type(error).__name__}: {str(error)[:200]}", "fetch this file again"
+            ) from error
     return snap(mosaic(views, robot.camera_size))
 
 
@@ -332,4 +355,10 @@ def open_cached_suite(folder: Path, manifest: dict, name: str) -> CachedSuite:
     if size != 2 * int(np.prod(shape)):
         raise Precondition(f"{2 * int(np.prod(shape))} bytes in {root / 'latents.bin'}", f"{size}", "encode again with --force")
     column = {c: table[c].to_numpy().astype(np.int64) for c in ("start", "prompt", "variants")}
-    return CachedSuite(name, np.memmap(root / "latents.bin", np.uint16, "r", shape=shape), np.load(root / "actions.npy"), val=table["val"].to_numpy(zero_copy_only=False), **column)
+    return CachedSuite(
+        name,
+        np.memmap(root / "latents.bin", np.uint16, "r", shape=shape),
+        np.load(root / "actions.npy"),
+        val=table["val"].to_numpy(zero_copy_only=False),
+        **column,
+    )

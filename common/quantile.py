@@ -63,7 +63,11 @@ class QuantileStats:
     def require_fps(self, fps: float) -> None:
         """Raise Precondition if the stats were made at another frame rate: deltas scale with it."""
         if self.fps is not None and abs(self.fps - fps) > 1e-6:
-            raise Precondition(f"action stats at the data's {fps:g} fps", f"{self.path} at {self.fps:g} fps", "python 04_fetch_libero.py stats --data DATA --out stats.json")
+            raise Precondition(
+                f"action stats at the data's {fps:g} fps",
+                f"{self.path} at {self.fps:g} fps",
+                "python 04_fetch_libero.py stats --data DATA --out stats.json",
+            )
 
 
 def load_stats(path: Path = BUILT_IN, block: str = "global_raw") -> QuantileStats:
@@ -81,10 +85,18 @@ def load_stats(path: Path = BUILT_IN, block: str = "global_raw") -> QuantileStat
     table = content if block == "flat" else content.get(block)
     if not isinstance(table, dict) or not {"q01", "q99"} <= set(table):
         seen = sorted(content) if not isinstance(table, dict) else sorted(table)
-        raise Precondition(f"q01 and q99 in block {block!r} of {path}", f"keys {seen}", "name another block, or make the file with 04_fetch_libero.py stats")
+        raise Precondition(
+            f"q01 and q99 in block {block!r} of {path}",
+            f"keys {seen}",
+            "name another block, or make the file with 04_fetch_libero.py stats",
+        )
     q01, q99 = (np.asarray(table[k], np.float64) for k in ("q01", "q99"))
     if q01.ndim != 1 or q01.shape != q99.shape or not np.isfinite([q01, q99]).all() or (q01 > q99).any():
-        raise Precondition(f"finite q01 <= q99 of one length in {path}", f"q01 {q01.tolist()}, q99 {q99.tolist()}", "write the file again with 04_fetch_libero.py stats")
+        raise Precondition(
+            f"finite q01 <= q99 of one length in {path}",
+            f"q01 {q01.tolist()}, q99 {q99.tolist()}",
+            "write the file again with 04_fetch_libero.py stats",
+        )
     return QuantileStats(q01, q99, content.get("fps"), block, path, hashlib.sha256(raw).hexdigest())
 
 
@@ -103,4 +115,6 @@ def pooled_stats(rows: np.ndarray, rotation: slice, fps: float) -> dict:
     fixed = {k: v.copy() for k, v in raw.items()}
     for key, value in (("q01", -1.0), ("q99", 1.0), ("mean", 0.0), ("std", 1.0), ("min", -1.0), ("max", 1.0)):
         fixed[key][rotation] = value
-    return {"fps": float(fps), "count": len(rows)} | {name: {k: v.tolist() for k, v in table.items()} for name, table in (("global", fixed), ("global_raw", raw))}
+    return {"fps": float(fps), "count": len(rows)} | {
+        name: {k: v.tolist() for k, v in table.items()} for name, table in (("global", fixed), ("global_raw", raw))
+    }

@@ -30,12 +30,32 @@ VAE = {
     "is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_temporal": 4, "scale_factor_spatial": 16,
     "latents_mean": [0.0] * 48, "latents_std": [0.125] * 48,  # a random encoder's output is about this wide
 }  # fmt: skip
-SCHEDULER = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_karras_sigmas": True, "sigma_max": 200.0, "sigma_min": 0.147}
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+SCHEDULER = {
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "use_karras_sigmas": True,
+    "sigma_max": 200.0,
+    "sigma_min": 0.147,
+}
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 # Qwen's pre-tokenizer pattern.
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CORPUS_TASKS = ("put the bowl on the plate", "pick up the alphabet soup and place it in the basket", "turn on the stove and put the moka pot on it")
+CORPUS_TASKS = (
+    "put the bowl on the plate",
+    "pick up the alphabet soup and place it in the basket",
+    "turn on the stove and put the moka pot on it",
+)
 
 
 def _json(path: Path, value) -> None:
@@ -54,13 +74,25 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     corpus = [f"user\n{libero.build_prompt(t, n, libero.LIBERO.fps)}\nassistant\n" for t in CORPUS_TASKS for n in range(3)]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=TRANSFORMER["vocab_size"], special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        corpus,
+        trainers.BpeTrainer(
+            vocab_size=TRANSFORMER["vocab_size"], special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     _json(folder / "vocab.json", model["vocab"])
     (folder / "merges.txt").write_text("".join(f"{' '.join(m)}\n" for m in model["merges"]))
-    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None, "unk_token": None, "add_bos_token": False}
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "bos_token": None,
+        "unk_token": None,
+        "add_bos_token": False,
+    }
     _json(folder / "tokenizer_config.json", config | {"model_max_length": 262144, "chat_template": CHAT_TEMPLATE})
 
 
@@ -76,7 +108,15 @@ def _vision_encoder():
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     torch.manual_seed(SEED)
-    config = Qwen3VLVisionConfig(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, num_position_embeddings=16, deepstack_visual_indexes=[0])
+    config = Qwen3VLVisionConfig(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_heads=2,
+        out_hidden_size=64,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[0],
+    )
     return Qwen3VLVisionModel(config).to(torch.bfloat16)
 
 
@@ -92,7 +132,11 @@ def write_cosmos3_nano(folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
             # Wide enough that every tensor changes the output visibly; the norms stay near one.
-            parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator) if "norm" in name else 0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(
+                1 + 0.1 * torch.randn(parameter.shape, generator=generator)
+                if "norm" in name
+                else 0.1 * torch.randn(parameter.shape, generator=generator)
+            )
     transformer.to(torch.bfloat16).save_pretrained(folder / "transformer", max_shard_size=SHARD_BYTES)
     _json(folder / "transformer/config.json", TRANSFORMER)
     _vae().save_pretrained(folder / "vae")
@@ -118,7 +162,14 @@ def write_cosmos3_nano(folder: Path) -> None:
     with safe_open(folder / "vision_encoder/model.safetensors", "pt") as f:
         weight_map |= dict.fromkeys(f.keys(), "vision_encoder/model.safetensors")
     _json(folder / "model.safetensors.index.json", {"metadata": index["metadata"], "weight_map": weight_map})
-    _json(folder / "config.json", {"model_type": "cosmos3_omni", "architectures": ["Cosmos3ForConditionalGeneration"], "allow_patterns_overrides": ["*/*.safetensors"]})
+    _json(
+        folder / "config.json",
+        {
+            "model_type": "cosmos3_omni",
+            "architectures": ["Cosmos3ForConditionalGeneration"],
+            "allow_patterns_overrides": ["*/*.safetensors"],
+        },
+    )
     _json(folder / "checkpoint.json", {"experiment": "random weights", "seed": SEED})
 
 
@@ -126,7 +177,10 @@ def write_wan_diffusers(folder: Path) -> None:
     """Wan-AI/Wan2.2-TI2V-5B-Diffusers, the part that is used: vae/ and model_index.json."""
     folder = Path(folder)
     _vae().save_pretrained(folder / "vae")
-    _json(folder / "model_index.json", {"_class_name": "WanPipeline", "_diffusers_version": "0.35.0.dev0", "vae": ["diffusers", "AutoencoderKLWan"]})
+    _json(
+        folder / "model_index.json",
+        {"_class_name": "WanPipeline", "_diffusers_version": "0.35.0.dev0", "vae": ["diffusers", "AutoencoderKLWan"]},
+    )
 
 
 def write_wan_vae_pth(folder: Path) -> None:

@@ -29,7 +29,14 @@ INDEX = "diffusion_pytorch_model.safetensors.index.json"
 BASE_NOTE = "base.json"  # beside a DCP: its fingerprint, source and versions
 SAMPLE = 4096  # bytes at either end of a tensor that enter its fingerprint
 # What a checkpoint may hold beside the network: dropped without a word. Anything else unknown is an error.
-_BESIDE = ("optim.", "train.", "fsdp_checkpoint.optimizers", "fsdp_checkpoint.lr_schedulers", "fsdp_checkpoint.fsdp_version", "fsdp_checkpoint.rng")
+_BESIDE = (
+    "optim.",
+    "train.",
+    "fsdp_checkpoint.optimizers",
+    "fsdp_checkpoint.lr_schedulers",
+    "fsdp_checkpoint.fsdp_version",
+    "fsdp_checkpoint.rng",
+)
 _VISION = "language_model.visual."
 
 
@@ -53,7 +60,11 @@ class Source:
             from torch.distributed.checkpoint import HuggingFaceStorageReader
 
             return HuggingFaceStorageReader(str(self.path))
-        raise Precondition("a diffusers folder or a DCP as the base", f"{self.kind} file {self.path}", "convert it first: python 06_convert_ckpt.py --src FILE --base BASE --out OUT")
+        raise Precondition(
+            "a diffusers folder or a DCP as the base",
+            f"{self.kind} file {self.path}",
+            "convert it first: python 06_convert_ckpt.py --src FILE --base BASE --out OUT",
+        )
 
 
 def open_source(path: Path) -> Source:
@@ -67,14 +78,22 @@ def open_source(path: Path) -> Source:
         if (folder / ".metadata").is_file():
             return _open_dcp(folder)
         if any(folder.glob("*.distcp")):
-            raise Precondition("a finished DCP", f"*.distcp files but no .metadata (which is written last) in {folder}", "write it again: that save was cut short")
+            raise Precondition(
+                "a finished DCP",
+                f"*.distcp files but no .metadata (which is written last) in {folder}",
+                "write it again: that save was cut short",
+            )
     for folder in (path / "transformer", path):
         if (folder / INDEX).is_file() or (folder / "diffusion_pytorch_model.safetensors").is_file():
             return _open_safetensors(folder, "diffusers", INDEX)
     if any(path.glob("*.safetensors")):
         return _open_safetensors(path, "safetensors", "model.safetensors.index.json")
     seen = ", ".join(sorted(p.name for p in path.iterdir())[:12]) or "an empty folder"
-    raise Precondition("a diffusers folder, a DCP, flat safetensors or full_weights.pt", f"{path} with {seen}", "point at the folder that holds model_index.json or .metadata")
+    raise Precondition(
+        "a diffusers folder, a DCP, flat safetensors or full_weights.pt",
+        f"{path} with {seen}",
+        "point at the folder that holds model_index.json or .metadata",
+    )
 
 
 def _classify(names: Iterable[str], origin: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -96,12 +115,16 @@ def _classify(names: Iterable[str], origin: Path) -> tuple[dict[str, str], dict[
 def check_safetensors(file: Path) -> None:
     """Raise Precondition unless `file` is a whole safetensors file: no Git LFS pointer, not cut short, nothing behind the last tensor."""
     if not file.is_file():
-        raise Precondition("every shard that the index names", f"no {file}", "python 02_cache_models.py download (it fetches what is missing)")
+        raise Precondition(
+            "every shard that the index names", f"no {file}", "python 02_cache_models.py download (it fetches what is missing)"
+        )
     size = file.stat().st_size
     with open(file, "rb") as f:
         head = f.read(8)
         if head.startswith(b"version "):
-            raise Precondition("tensor data", f"{file} is a Git LFS pointer ({size} bytes)", "fetch the file itself: python 02_cache_models.py download")
+            raise Precondition(
+                "tensor data", f"{file} is a Git LFS pointer ({size} bytes)", "fetch the file itself: python 02_cache_models.py download"
+            )
         length = int.from_bytes(head, "little")
         header = f.read(length) if len(head) == 8 and length < size else b""
     try:
@@ -110,7 +133,11 @@ def check_safetensors(file: Path) -> None:
         raise Precondition("a safetensors header", f"none in {file} ({size} bytes)", "fetch the file again") from error
     expected = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
     if size != expected:
-        raise Precondition(f"{expected} bytes in {file}", f"{size} bytes ({'cut short by' if size < expected else 'too long by'} {abs(expected - size)})", "fetch the file again")
+        raise Precondition(
+            f"{expected} bytes in {file}",
+            f"{size} bytes ({'cut short by' if size < expected else 'too long by'} {abs(expected - size)})",
+            "fetch the file again",
+        )
 
 
 def _open_safetensors(folder: Path, kind: str, index_name: str) -> Source:
@@ -122,7 +149,11 @@ def _open_safetensors(folder: Path, kind: str, index_name: str) -> Source:
         files = json.loads((folder / index_name).read_text())["weight_map"]
         stale = sorted(set(present) - set(files.values()))
         if stale:
-            raise Precondition("only shards that the index names", f"{', '.join(stale)} in {folder} stand in no index", "delete what is left over from another checkpoint")
+            raise Precondition(
+                "only shards that the index names",
+                f"{', '.join(stale)} in {folder} stand in no index",
+                "delete what is left over from another checkpoint",
+            )
     for shard in sorted(set(files.values()) or present):
         check_safetensors(folder / shard)
     info, found = {}, {}
@@ -133,7 +164,11 @@ def _open_safetensors(folder: Path, kind: str, index_name: str) -> Source:
                 info[name], found[name] = (tuple(part.get_shape()), _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())), shard
     missing = sorted(set(files) - set(found)) or sorted(set(found) - set(files)) if files else []
     if missing:
-        raise Precondition("an index that agrees with its shards", f"{len(missing)} tensors differ in {folder}, first {missing[0]}", "fetch the folder again")
+        raise Precondition(
+            "an index that agrees with its shards",
+            f"{len(missing)} tensors differ in {folder}, first {missing[0]}",
+            "fetch the folder again",
+        )
 
     def read(names):
         out = {}
@@ -180,13 +215,23 @@ def read_dcp_metadata(folder: Path):
     try:
         metadata = _dcp_reader(folder).read_metadata()
     except (ModuleNotFoundError, AttributeError, pickle.UnpicklingError, EOFError) as error:
-        raise Precondition("a .metadata that this Python reads", f"{folder}: {error}", "write the checkpoint again with this Python and torch") from error
+        raise Precondition(
+            "a .metadata that this Python reads", f"{folder}: {error}", "write the checkpoint again with this Python and torch"
+        ) from error
     need: dict[str, int] = {}
     for storage in (metadata.storage_data or {}).values():
         need[storage.relative_path] = max(need.get(storage.relative_path, 0), storage.offset + storage.length)
-    bad = [f"{f} ({(folder / f).stat().st_size if (folder / f).is_file() else 'missing'}, needs {n})" for f, n in sorted(need.items()) if not (folder / f).is_file() or (folder / f).stat().st_size < n]
+    bad = [
+        f"{f} ({(folder / f).stat().st_size if (folder / f).is_file() else 'missing'}, needs {n})"
+        for f, n in sorted(need.items())
+        if not (folder / f).is_file() or (folder / f).stat().st_size < n
+    ]
     if bad:
-        raise Precondition(f"{len(need)} whole shard files in {folder}", f"{len(bad)} missing or cut short: {', '.join(bad[:4])}", "copy or write the checkpoint again (a full disk cuts files)")
+        raise Precondition(
+            f"{len(need)} whole shard files in {folder}",
+            f"{len(bad)} missing or cut short: {', '.join(bad[:4])}",
+            "copy or write the checkpoint again (a full disk cuts files)",
+        )
     return metadata
 
 
@@ -211,7 +256,11 @@ def _open_pt(file: Path) -> Source:
     try:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise Precondition("a whole .pt file of plain tensors", f"{file}: {str(error).splitlines()[0][:200]}", "copy it again; files with other objects are not opened, since unpickling them runs code") from error
+        raise Precondition(
+            "a whole .pt file of plain tensors",
+            f"{file}: {str(error).splitlines()[0][:200]}",
+            "copy it again; files with other objects are not opened, since unpickling them runs code",
+        ) from error
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
     info = {k: (tuple(v.shape), str(v.dtype)) for k, v in tensors.items()}
     return Source("pt", file, *_classify(info, file), info, lambda names: {n: tensors[n] for n in names}, {})
@@ -281,6 +330,10 @@ def load_module(module, source: Source) -> None:
             raise Precondition(f"tensor {key}", f"absent from {source.path}", "use a whole Cosmos3-Nano checkpoint")
         shape = source.info[source.net[key]][0]
         if shape != tuple(parameter.shape):
-            raise Precondition(f"{key} of shape {tuple(parameter.shape)}", f"{shape} in {source.path}", "check action_dim 64 and num_embodiment_domains 32 in transformer/config.json")
+            raise Precondition(
+                f"{key} of shape {tuple(parameter.shape)}",
+                f"{shape} in {source.path}",
+                "check action_dim 64 and num_embodiment_domains 32 in transformer/config.json",
+            )
         with torch.no_grad():
             parameter.copy_(source.read([source.net[key]])[source.net[key]])

@@ -395,7 +395,7 @@ def test_download_then_rerun_then_offline_verify(hub, tmp_path):
         (404, {"X-Error-Code": "RevisionNotFound"}, "not that commit"),
         (403, {"X-Error-Code": "GatedRepo"}, "accept its terms at"),
         (500, {}, "an HTTP error"),
-        (308, {"Location": "http://localhost:9/elsewhere"}, "after a redirect (308) to http://localhost:9/elsewhere"),
+        (308, {"Location": "http://localhost:9/elsewhere"}, "after a redirect (308 or alike) to localhost"),
     ],
 )
 def test_a_hub_that_refuses_is_explained(hub, tmp_path, status, headers, expected):
@@ -450,14 +450,14 @@ def test_layout_of_hand_copied_files(tmp_path):
     usb = tmp_path / "usb"
     nano(usb / "Cosmos3-Nano")
     qwen(usb / "Qwen/Qwen3-VL-8B-Instruct")
-    write(usb / "Wan2.2-TI2V-5B", {"Wan2.2_VAE.pth": b"vae", "unwanted.bin": b"big"})
+    write(usb / "Wan2.2-TI2V-5B", {"Wan2.2_VAE.pth": b"vae", "unwanted.safetensors": b"cut off"})
     wan_diffusers(usb / "Wan2.2-TI2V-5B-Diffusers")
     before = tree(usb)
     result = run_script(SCRIPT, "layout", "--from", usb, "--work", tmp_path / "w", "--hub", tmp_path / "hub")
     assert result.returncode == 0 and "assets=4 " in result.stdout, result.stderr
     (vae,) = (line.split(": ")[1] for line in result.stdout.splitlines() if line.endswith("Wan2.2_VAE.pth"))
     assert Path(vae).is_absolute() and Path(vae).read_bytes() == b"vae"
-    assert not list((tmp_path / "hub").rglob("unwanted.bin")) and tree(usb) == before
+    assert not list((tmp_path / "hub").rglob("unwanted*")) and tree(usb) == before
     assert (tmp_path / "hub/models--Wan-AI--Wan2.2-TI2V-5B-Diffusers/refs/main").read_text() == cache_layout.PLACEHOLDER
     os.chmod(tmp_path / "hub", 0o555)  # C8: readable is enough
     assert run_script(SCRIPT, "verify", "--work", tmp_path / "w", "--hub", tmp_path / "hub").returncode == 0
