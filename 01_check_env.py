@@ -157,7 +157,10 @@ def check_torch(answer: dict, purpose: str) -> Iterator[Check]:
     gpus, need, level = answer["gpus"], human_bytes(TRAIN_GPU_BYTES), "ok"
     text, mend = ", ".join(f"{name} {human_bytes(memory)}" for name, memory in gpus) + "; a bf16 matmul on each is right", ""
     if not gpus:
-        level, mend = "FAIL" if purpose == "train" else "warn", "a machine with a GPU and its driver, and CUDA_VISIBLE_DEVICES unset or right"
+        level, mend = (
+            "FAIL" if purpose == "train" else "warn",
+            "a machine with a GPU and its driver, and CUDA_VISIBLE_DEVICES unset or right",
+        )
         text = f"none visible (torch built for CUDA {answer['cuda'] or 'none'}): the walk-through and conversion run on the CPU, training at Nano size does not"
     elif purpose == "train" and sum(memory for _, memory in gpus) < TRAIN_GPU_BYTES:
         level, text, mend = "FAIL", f"{text}; weights, gradients and moments alone take {need}", "more GPUs, or larger ones"
@@ -170,17 +173,35 @@ def check_torch(answer: dict, purpose: str) -> Iterator[Check]:
 
 def check_libraries(model: dict, video: dict, codec: dict) -> Iterator[Check]:
     text = model.get("error") or f"Cosmos3OmniTransformer built tiny, {model['tensors']} tensors"
-    yield Check("diffusers", "cosmos3", "FAIL" if "error" in model else "ok", text, "pip install -r requirements.txt (diffusers has the class from 0.39)")
+    yield Check(
+        "diffusers",
+        "cosmos3",
+        "FAIL" if "error" in model else "ok",
+        text,
+        "pip install -r requirements.txt (diffusers has the class from 0.39)",
+    )
     good = "error" not in video and video["shape"] == [256, 256, 3] and video["std"] > 1  # a blank frame has none
     text = video.get("error") or f"one frame {video['shape']} by {video['codec']}, standard deviation {video['std']:.0f}"
-    yield Check("video", "decode", "ok" if good else "FAIL", text, "reinstall av at its pin: its wheel carries the AV1 decoder; git checkout tests/data")
+    yield Check(
+        "video",
+        "decode",
+        "ok" if good else "FAIL",
+        text,
+        "reinstall av at its pin: its wheel carries the AV1 decoder; git checkout tests/data",
+    )
     problem = codec.get("error") or codec["problem"]
     if not problem:
         yield Check("video", "torchcodec", "ok", "loads")
     elif not codec.get("found", True):
         yield Check("video", "torchcodec", "ok", "not installed: pyav decodes")
     else:
-        yield Check("video", "torchcodec", "warn", f"installed, but cannot load: pyav decodes ({problem})", "install ffmpeg's shared libraries, or leave it")
+        yield Check(
+            "video",
+            "torchcodec",
+            "warn",
+            f"installed, but cannot load: pyav decodes ({problem})",
+            "install ffmpeg's shared libraries, or leave it",
+        )
 
 
 def check_environment(env=os.environ) -> Iterator[Check]:
@@ -188,12 +209,24 @@ def check_environment(env=os.environ) -> Iterator[Check]:
     yield Check("environment", "hub cache", "ok", f"{hub} (from {reason})")
     effects = {
         "PYTHONPATH": (f"{env.get('PYTHONPATH')} comes before the venv's packages", "unset PYTHONPATH unless it is meant"),
-        "LD_LIBRARY_PATH": (f"{env.get('LD_LIBRARY_PATH')}; the probes of torch and video ran under it", "if one of them failed, try without"),
-        "UV_DEFAULT_INDEX": ("set: `uv sync --locked` of other projects will call their uv.lock out of date", "unset UV_DEFAULT_INDEX for those"),
-        "HF_ENDPOINT": (f"{env.get('HF_ENDPOINT')}: a mirror may serve models and redirect data sets (308)", "unset HF_ENDPOINT if a download fails"),
+        "LD_LIBRARY_PATH": (
+            f"{env.get('LD_LIBRARY_PATH')}; the probes of torch and video ran under it",
+            "if one of them failed, try without",
+        ),
+        "UV_DEFAULT_INDEX": (
+            "set: `uv sync --locked` of other projects will call their uv.lock out of date",
+            "unset UV_DEFAULT_INDEX for those",
+        ),
+        "HF_ENDPOINT": (
+            f"{env.get('HF_ENDPOINT')}: a mirror may serve models and redirect data sets (308)",
+            "unset HF_ENDPOINT if a download fails",
+        ),
         "HF_HUB_ENABLE_HF_TRANSFER": ("ignored by huggingface_hub 1.x", "HF_XET_HIGH_PERFORMANCE=1 replaces it"),
         "HF_HUB_OFFLINE": (f"{env.get('HF_HUB_OFFLINE')}: 1 refuses downloads; --tiny and verify work", "unset HF_HUB_OFFLINE to download"),
-        "TRANSFORMERS_OFFLINE": (f"{env.get('TRANSFORMERS_OFFLINE')}: 1 acts as HF_HUB_OFFLINE=1", "unset TRANSFORMERS_OFFLINE to download"),
+        "TRANSFORMERS_OFFLINE": (
+            f"{env.get('TRANSFORMERS_OFFLINE')}: 1 acts as HF_HUB_OFFLINE=1",
+            "unset TRANSFORMERS_OFFLINE to download",
+        ),
     }
     for name, (text, mend) in effects.items():
         yield Check("environment", name, "warn", text, mend) if env.get(name) else Check("environment", name, "ok", "not set")
@@ -227,7 +260,9 @@ def check_machine(work: Path, purpose: str) -> Iterator[Check]:
         there = there.parent
     free, shm = shutil.disk_usage(there).free, shutil.disk_usage("/dev/shm").total
     yield enough("disk", free, DISK[purpose], f"{human_bytes(free)} free at {there}", "free some space, or pass --work on another disk")
-    yield enough("shm", shm, SHM[purpose], f"/dev/shm of {human_bytes(shm)}", f"docker run --shm-size={SHM[purpose] // 2**20}m, or --ipc=host")
+    yield enough(
+        "shm", shm, SHM[purpose], f"/dev/shm of {human_bytes(shm)}", f"docker run --shm-size={SHM[purpose] // 2**20}m, or --ipc=host"
+    )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: no limit
     level = "ok" if files < 0 or files >= FILES[purpose] else "warn"
     yield Check("machine", "open files", level, f"{files}, {purpose} needs {FILES[purpose]}", f"ulimit -n {FILES[purpose]}")
@@ -242,8 +277,12 @@ def check_machine(work: Path, purpose: str) -> Iterator[Check]:
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--for", dest="purpose", choices=("walkthrough", "train", "convert"), default="walkthrough", help="what the machine must be fit for")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--for", dest="purpose", choices=("walkthrough", "train", "convert"), default="walkthrough", help="what the machine must be fit for"
+    )
     parser.add_argument("--work", type=Path, default=Path("work"), help="root of this project's outputs; its disk is checked")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
@@ -260,7 +299,11 @@ def main(argv=None) -> int:
     video = next(iter(sorted((REPO / "tests/data/libero_demo").glob("*/videos/*/*/*.mp4"))), REPO / "tests/data/libero_demo")
     answers = run_probes(PROBES, {"video": [str(video)]})
     groups = [check_python(), check_packages(REPO / "requirements.txt"), check_torch(answers["torch"], args.purpose)]
-    groups += [check_libraries(answers["cosmos3"], answers["video"], answers["torchcodec"]), check_environment(), check_machine(args.work, args.purpose)]
+    groups += [
+        check_libraries(answers["cosmos3"], answers["video"], answers["torchcodec"]),
+        check_environment(),
+        check_machine(args.work, args.purpose),
+    ]
     checks = list(itertools.chain(*groups))
     failures = [c for c in checks if c.level == "FAIL"]
     for c in sorted(checks, key=lambda c: c.level == "FAIL"):  # stable: groups stay together, failures come last

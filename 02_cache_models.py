@@ -7,7 +7,7 @@ Run:    python 02_cache_models.py download                     # nvidia/Cosmos3-
         python 02_cache_models.py download --tiny --work work/tiny   # random-weight stand-ins, no network
 Reads:  the hub (HF_ENDPOINT, HF_TOKEN), or the folder given to --from
 Writes: <work>/models/Cosmos3-Nano and, for the others, the hub cache (--hub, else as huggingface_hub resolves it)
-Needs:  common/console.py common/cache_layout.py; common/tiny.py for --tiny; pip: huggingface_hub
+Needs:  common/console.py common/cache_layout.py; for --tiny common/tiny.py common/libero.py common/rot6d.py; pip: huggingface_hub
 Fails:  3 hub unreachable, repository gated or missing, disk too small, hand-copied files not whole
         4 Cosmos3-Nano is there, but not whole: --force replaces it
         5 the cache is there, but an offline use of it would fail
@@ -26,9 +26,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from common import cache_layout
+from common import cache_layout, console
 from common.cache_layout import PLACEHOLDER, check_folder, leftovers, list_files, matches, read_ref, repo_folder
-from common.console import OutputExists, Precondition, VerifyFailed, done, fail, human_bytes, need_disk, ok, plan, run_stage, say, warn, write_json
+from common.console import OutputExists, Precondition, VerifyFailed, done, fail, human_bytes, ok, plan, run_stage, say, warn
 
 STAGE = "02_cache_models"
 API_SECONDS = 30  # s; patience for the hub's listing of one repository
@@ -46,14 +46,39 @@ class Asset(NamedTuple):
     purpose: str
 
 
-NANO = ("model_index.json", "transformer/config.json", "transformer/*.safetensors", "vae/config.json", "vae/*.safetensors", "text_tokenizer/tokenizer.json")
+NANO = (
+    "model_index.json",
+    "transformer/config.json",
+    "transformer/*.safetensors",
+    "vae/config.json",
+    "vae/*.safetensors",
+    "text_tokenizer/tokenizer.json",
+)
 QWEN, QWEN_COMMIT = "Qwen/Qwen3-VL-8B-Instruct", "0c351dd01ed87e9c1b53cbc748cba10e6187ff3b"
 WAN, WAN_COMMIT, WAN_FILES = "Wan-AI/Wan2.2-TI2V-5B", "921dbaf3f1674a56f47e83fb80a34bac8a8f203e", ("Wan2.2_VAE.pth",)
 ASSETS = (
     Asset("cosmos3-nano", "nvidia/Cosmos3-Nano", None, ("*",), NANO, 31, True, "the base model: stages 03, 04 and 06"),
-    Asset("qwen3-vl", QWEN, QWEN_COMMIT, ("*",), ("config.json", "tokenizer.json", "*.safetensors"), 16, False, "text side of RLinf and cosmos-framework"),
+    Asset(
+        "qwen3-vl",
+        QWEN,
+        QWEN_COMMIT,
+        ("*",),
+        ("config.json", "tokenizer.json", "*.safetensors"),
+        16,
+        False,
+        "text side of RLinf and cosmos-framework",
+    ),
     Asset("wan-vae-pth", WAN, WAN_COMMIT, WAN_FILES, WAN_FILES, 3, False, "video VAE of cosmos-framework, given by path"),
-    Asset("wan-diffusers", f"{WAN}-Diffusers", None, ("vae/*", "model_index.json"), ("model_index.json", "vae/*.safetensors"), 3, False, "video VAE of RLinf"),
+    Asset(
+        "wan-diffusers",
+        f"{WAN}-Diffusers",
+        None,
+        ("vae/*", "model_index.json"),
+        ("model_index.json", "vae/*.safetensors"),
+        3,
+        False,
+        "video VAE of RLinf",
+    ),
 )
 
 # Environment variables act at import only, so the check needs a process of its own. Reads [[repo, revision, patterns, files]].
@@ -72,7 +97,7 @@ for repo, revision, patterns, files in json.load(sys.stdin):
                 f.read(1)
         answers.append("")
     except Exception as error:
-        answers.append(f"{type(error).__name__}: {error}")
+        answers.append(f"{type(error).__name__}: {error} (cause: {error.__cause__!r})")
 print(json.dumps(answers))
 """
 
@@ -134,7 +159,11 @@ def explain(error: Exception, asset: Asset, endpoint: str) -> Precondition:
     mirror = "unset HF_ENDPOINT or choose another mirror"
     readings = (  # the first that fits counts: a gated repository is also one not found, and that is also an HTTP error
         (errors.OfflineModeIsEnabled, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
-        (errors.GatedRepoError, "a gated repository, not open to this token", f"accept its terms at {endpoint}/{asset.repo}, then set HF_TOKEN"),
+        (
+            errors.GatedRepoError,
+            "a gated repository, not open to this token",
+            f"accept its terms at {endpoint}/{asset.repo}, then set HF_TOKEN",
+        ),
         (errors.RepositoryNotFoundError, "no such repository, or a private one", "check HF_ENDPOINT and HF_TOKEN"),
         (errors.RevisionNotFoundError, "the repository, but not that commit", mirror),
         ((errors.FileMetadataError, httpx.TooManyRedirects), "a redirect (308) that loses the hub's headers", mirror),
@@ -149,7 +178,9 @@ def explain(error: Exception, asset: Asset, endpoint: str) -> Precondition:
             request = getattr(e, "_request", None)  # the public property raises where there is none
             via = f" after a redirect (308 or alike) to {request.url.host}" if request and not str(request.url).startswith(endpoint) else ""
             expected = f"{asset.repo} at {asset.revision or 'main'} from {endpoint}"
-            return Precondition(expected, f"{found}{via} ({type(e).__name__})", f"{mend}, or copy the files by hand: 02_cache_models.py layout --from DIR")
+            return Precondition(
+                expected, f"{found}{via} ({type(e).__name__})", f"{mend}, or copy the files by hand: 02_cache_models.py layout --from DIR"
+            )
     raise error
 
 
@@ -164,7 +195,7 @@ def download(args, asset: Asset) -> None:
         info = HfApi().repo_info(asset.repo, revision=revision, files_metadata=True, timeout=API_SECONDS)
         total = sum(s.size or 0 for s in info.siblings if matches(s.rfilename, asset.patterns))
         have = bytes_in(partial if asset.ours else repo / "blobs")
-        disk(args.models if asset.ours else args.hub, max(0, total - have), asset)
+        console.need_disk(args.models if asset.ours else args.hub, max(0, total - have), asset.repo)
         (repo / "trees" / f"{info.sha}.json").unlink(missing_ok=True)  # one written by layout lists the copied files only
         where = {"local_dir": partial} if asset.ours else {"cache_dir": args.hub}
         snapshot_download(asset.repo, revision=revision, allow_patterns=list(asset.patterns), force_download=args.force, **where)
@@ -176,13 +207,6 @@ def download(args, asset: Asset) -> None:
     if problems := check_plain(partial, asset):
         raise VerifyFailed(f"{asset.repo} whole in {partial}", "; ".join(problems), "--force fetches every file again")
     install(partial, folder)
-
-
-def disk(place: Path, nbytes: int, asset: Asset) -> None:
-    try:
-        need_disk(place, nbytes, asset.repo)
-    except Precondition as error:
-        raise Precondition(error.expected, error.found, "free some space, or pass another --hub or --models") from None
 
 
 def source_of(args, asset: Asset) -> Path | None:
@@ -198,7 +222,7 @@ def layout(args, asset: Asset, source: Path, mode: str) -> None:
         raise Precondition(f"the whole of {asset.repo} in {source}", "; ".join(problems), "copy what is missing, then run this again")
     folder, revision = location(args, asset)
     if mode == "copy":
-        disk(args.models if asset.ours else args.hub, sum((source / n).stat().st_size for n in files), asset)
+        console.need_disk(args.models if asset.ours else args.hub, sum((source / n).stat().st_size for n in files), asset.repo)
     if not asset.ours:
         cache_layout.build(source, args.hub, asset.repo, revision, files=files, mode=mode)
         return
@@ -225,7 +249,9 @@ def resolve_offline(hub: Path, jobs: list) -> list[str]:
     command, asked = [sys.executable, "-c", OFFLINE_CHILD], json.dumps(jobs)
     child = subprocess.run(command, input=asked, env=env, timeout=OFFLINE_SECONDS, capture_output=True, text=True, check=False)
     if child.returncode:
-        raise Precondition("an importable huggingface_hub", (child.stderr.strip().splitlines() or ["no message"])[-1], "python 01_check_env.py")
+        raise Precondition(
+            "an importable huggingface_hub", (child.stderr.strip().splitlines() or ["no message"])[-1], "python 01_check_env.py"
+        )
     return json.loads(child.stdout)
 
 
@@ -257,7 +283,9 @@ def parse_args(argv=None):
     rows = [f"  {a.name:14}{a.gib:3} GiB  {a.repo}@{(a.revision or 'newest')[:7]}: {a.purpose}" for a in ASSETS]
     look = {"epilog": "\n".join(["assets:", *rows]), "formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--only", action="append", choices=[*(a.name for a in ASSETS), "all"], help="which asset; repeatable (default: see the command)")
+    shared.add_argument(
+        "--only", action="append", choices=[*(a.name for a in ASSETS), "all"], help="which asset; repeatable (default: see the command)"
+    )
     shared.add_argument("--work", type=Path, default=Path("work"), help="root of this project's outputs (default: %(default)s)")
     shared.add_argument("--models", type=Path, help="parent of the folder Cosmos3-Nano (default: <work>/models)")
     shared.add_argument("--hub", type=Path, help="hub cache (default: as huggingface_hub resolves it; <work>/hub with --tiny)")
@@ -273,8 +301,12 @@ def parse_args(argv=None):
     }
     get, lay, check = (commands.add_parser(name, parents=[shared], help=text, description=text, **look) for name, text in texts.items())
     get.add_argument("--tiny", action="store_true", help="write random-weight stand-ins instead: no network (default: %(default)s)")
-    lay.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="DIR/<org>/<name>, DIR/<name>, or DIR itself for one --only")
-    lay.add_argument("--mode", choices=("hardlink", "symlink", "copy"), default="hardlink", help="how a file gets there (default: %(default)s)")
+    lay.add_argument(
+        "--from", dest="source", type=Path, required=True, metavar="DIR", help="DIR/<org>/<name>, DIR/<name>, or DIR itself for one --only"
+    )
+    lay.add_argument(
+        "--mode", choices=("hardlink", "symlink", "copy"), default="hardlink", help="how a file gets there (default: %(default)s)"
+    )
     check.add_argument("--hash", action="store_true", help="read every blob and hold it against its name (default: %(default)s)")
     parser.set_defaults(tiny=False, hash=False)
     args = parser.parse_args(argv)
@@ -294,7 +326,9 @@ def select(args) -> list[Asset]:
     if args.command == "layout":
         found = [a for a in ASSETS if source_of(args, a)]
         if not found:
-            raise Precondition(f"{ASSETS[0].repo} or another asset of --help in {args.source}", "none", "put each into DIR/<name>, or name one by --only")
+            raise Precondition(
+                f"{ASSETS[0].repo} or another asset of --help in {args.source}", "none", "put each into DIR/<name>, or name one by --only"
+            )
         return found
     return [a for a in ASSETS if a.ours or args.tiny or (args.command == "verify" and list_files(location(args, a)[0]))]
 
@@ -316,10 +350,13 @@ def main(argv=None) -> int:
     plan("hub cache", f"{args.hub} (from {args.hub_reason})")
     plan("models", args.models)
     if args.command == "download":
-        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        endpoint = os.environ.get("HF_ENDPOINT", "the hub")
         plan("from", "common/tiny.py" if args.tiny else f"{endpoint}; a rerun keeps finished files, not parts of one")
     for a in assets:
-        plan(a.name, f"{a.repo} at {a.revision or 'newest'}, published size about {a.gib} GiB, {'' if a.ours else 'not '}needed by this pipeline: {a.purpose}")
+        plan(
+            a.name,
+            f"{a.repo} at {a.revision or 'newest'}, published size about {a.gib} GiB, {'' if a.ours else 'not '}needed by this pipeline: {a.purpose}",
+        )
     if args.dry_run:
         return 0
     for asset in assets if args.command != "verify" else ():
@@ -330,11 +367,15 @@ def main(argv=None) -> int:
     home = {"HF_HOME": str(args.hub.parent)} if args.hub.name == "hub" else {}
     exports = {**home, "HF_HUB_CACHE": str(args.hub), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if args.json:
-        write_json(args.json, {"hub": str(args.hub), "hub_reason": args.hub_reason, "models": str(args.models), "exports": exports, "assets": rows})
+        console.write_json(
+            args.json, {"hub": str(args.hub), "hub_reason": args.hub_reason, "models": str(args.models), "exports": exports, "assets": rows}
+        )
     if broken := [row for row in rows if row["problems"]]:
         absent = not any(row["files"] for row in broken)
         again = " ".join(["download", *([] if absent else ["--force"]), *(f"--only {row['name']}" for row in broken)])
-        raise (Precondition if absent else VerifyFailed)("every asset whole", f"{len(broken)} of {len(rows)} not", f"python 02_cache_models.py {again}")
+        raise (Precondition if absent else VerifyFailed)(
+            "every asset whole", f"{len(broken)} of {len(rows)} not", f"python 02_cache_models.py {again}"
+        )
     for name, value in exports.items():
         say(f"export {name}={shlex.quote(value)}")
     for row in rows:

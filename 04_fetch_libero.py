@@ -119,13 +119,15 @@ def fetch(args) -> dict:
             os.replace(tmp, place)
         note = {"repo": "tests/data/libero_demo", "revision": None, "suites": args.suites}
     else:
+        # Read once, at import: a mirror for models answers data sets with a 308.
+        mirror = os.environ.pop("HF_ENDPOINT", None)
         from huggingface_hub import HfApi, constants, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-        endpoint = args.endpoint or constants._HF_DEFAULT_ENDPOINT
-        if os.environ.get("HF_ENDPOINT") and not args.endpoint:
+        endpoint = args.endpoint or constants.ENDPOINT
+        if mirror and not args.endpoint:
             console.warn(
-                "endpoint", "HF_ENDPOINT is set and ignored for the data set: model mirrors answer data sets with 308; --endpoint overrides"
+                "endpoint", f"HF_ENDPOINT={mirror} is ignored for the data set: mirrors answer data sets with 308; --endpoint overrides"
             )
         console.plan("from", f"{args.repo} at {args.revision}")
         console.need_disk(args.data, DATA_BYTES, "the four suites")

@@ -131,7 +131,8 @@ class Stream:
         epoch, position = divmod(turn, len(self.train[suite]))
         if self._order.get(suite, (None,))[0] != epoch:
             # The top bit keeps these streams apart from the samples' noise streams, which share the seed.
-            rng = np.random.Generator(np.random.Philox(key=[self.seed, 1 << 63 | suite << 32 | epoch]))
+            key = np.array([self.seed, 1 << 63 | suite << 32 | epoch], np.uint64)  # a plain list would round through float64
+            rng = np.random.Generator(np.random.Philox(key=key))
             self._order[suite] = (epoch, rng.permutation(self.train[suite]))
         return suite, int(self._order[suite][1][position])
 
@@ -627,8 +628,7 @@ def train(args, p: dict) -> dict:
                 "time/step": seconds,
                 "time/data": waited,
                 "train/samples_per_s": args.global_batch / seconds,
-                "memory/peak_gib": peak,
-            }
+            } | ({"memory/peak_gib": peak} if device.type == "cuda" else {})
             log(
                 f"[step] step:{step + 1}/{args.steps} loss:{last_loss:.4f} vision:{vision:.4f} action:{action:.4f} gnorm:{norm.item():.3f} lr:{scalars['train/learning_rate']:.3g} "
                 f"s:{seconds:.2f} data_s:{waited:.3f} samples/s:{args.global_batch / seconds:.1f} peak_gib:{peak:.1f} eta_min:{(args.steps - step - 1) * seconds / 60:.0f}"

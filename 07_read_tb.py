@@ -24,7 +24,15 @@ import numpy as np
 from common import console
 
 # Shown first, in this order, each with the tags below it (val/loss under val). The names are those of 05_train_fsdp2.py.
-FIRST_TAGS = ("train/loss", "train/flow_matching_loss_action", "train/flow_matching_loss_vision", "train/grad_norm", "train/learning_rate", "time/step", "val")
+FIRST_TAGS = (
+    "train/loss",
+    "train/flow_matching_loss_action",
+    "train/flow_matching_loss_vision",
+    "train/grad_norm",
+    "train/learning_rate",
+    "time/step",
+    "val",
+)
 LOSS = "train/loss"  # the tag that the health line judges
 TREND_WIDTH, BLOCKS, ASCII = 24, "▁▂▃▄▅▆▇█", "_.-=*#"  # sparkline: characters; levels low to high, for UTF-8 and other terminals
 PLOT_COLUMNS, PLOT_WIDTH, PLOT_ROW = 3, 1200, 250  # panels a row; pixels; pixels
@@ -56,12 +64,18 @@ def event_files(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     if not source.is_dir():
-        raise console.Precondition(f"a run folder or an event file at {source}", "nothing there", "check the path; 05_train_fsdp2.py writes RUN/tensorboard")
+        raise console.Precondition(
+            f"a run folder or an event file at {source}", "nothing there", "check the path; 05_train_fsdp2.py writes RUN/tensorboard"
+        )
     folder = source / "tensorboard" if (source / "tensorboard").is_dir() else source
     found = sorted(p for p in folder.iterdir() if "tfevents" in p.name and p.is_file())
     if not found:
         below = sorted({str(p.parent) for p in folder.rglob("*tfevents*") if p.is_file()})
-        what, mend = (f"some only in {', '.join(below)}", f"pass {below[0]}") if below else ("none", "wait for the run's first log step, or check the path")
+        what, mend = (
+            (f"some only in {', '.join(below)}", f"pass {below[0]}")
+            if below
+            else ("none", "wait for the run's first log step, or check the path")
+        )
         raise console.Precondition(f"event files (*tfevents*) in {folder}", what, mend)
     return found
 
@@ -126,7 +140,9 @@ def read_run(source: Path) -> Run:
     if not run.series:
         read = "; ".join(f"{f['file']}: {fault_text(f) if f['fault'] else console.human_bytes(f['bytes'])}" for f in run.files)
         found = f"none ({run.rewound} rewound by a restart) in {read}"
-        raise console.Precondition(f"scalars in the event files of {source}", found, "wait for the run's first log step, or pass a run that wrote scalars")
+        raise console.Precondition(
+            f"scalars in the event files of {source}", found, "wait for the run's first log step, or pass a run that wrote scalars"
+        )
     return run
 
 
@@ -186,7 +202,9 @@ def show(run: Run) -> None:
     size = console.human_bytes(sum(f["bytes"] for f in run.files))
     console.ok(run.name, f"event files {len(run.files)} ({size}), tags {len(run.series)}, points {run.points}")
     for f in (f for f in run.files if f["fault"]):
-        console.warn(f["file"], fault_text(f) + " (a killed run, or a live one in the middle of a write)" * f["fault"].startswith("truncated"))
+        console.warn(
+            f["file"], fault_text(f) + " (a killed run, or a live one in the middle of a write)" * f["fault"].startswith("truncated")
+        )
     if run.replaced:
         console.ok("replaced", f"{run.replaced} points were written again at the same step; the newest of each stands")
     if run.rewound:
@@ -197,7 +215,9 @@ def show(run: Run) -> None:
     for tag, s in run.series.items():
         r = row(s)
         ends = [f"{r[end]:.4g} ({r[end + '_step']})" for end in ("first", "last")]
-        lines.append((tag, str(r["count"]), *ends, *(f"{r[k]:.4g}" for k in ("min", "p50", "max")), str(r["non_finite"]), sparkline(s.values)))
+        lines.append(
+            (tag, str(r["count"]), *ends, *(f"{r[k]:.4g}" for k in ("min", "p50", "max")), str(r["non_finite"]), sparkline(s.values))
+        )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for tag, *figures, trend in lines:
         console.say("  ".join([tag.ljust(widths[0]), *(c.rjust(w) for c, w in zip(figures, widths[1:-1], strict=True)), trend]))
@@ -218,7 +238,9 @@ def write_csv(runs: list[Run], path: Path) -> None:
         out.writerow(["run"] * several + ["tag", "step", "wall_time", "value"])
         for run in runs:
             for tag, s in run.series.items():
-                out.writerows([run.name] * several + [tag, *p] for p in zip(s.steps.tolist(), s.walls.tolist(), s.values.tolist(), strict=True))
+                out.writerows(
+                    [run.name] * several + [tag, *p] for p in zip(s.steps.tolist(), s.walls.tolist(), s.values.tolist(), strict=True)
+                )
 
 
 def write_table(runs: list[Run], path: Path) -> None:
@@ -254,7 +276,14 @@ def write_plot(runs: list[Run], path: Path) -> None:
             finite = np.isfinite(s.values)
             turns = np.diff(np.sign(np.diff(s.values[finite]))) != 0
             noisy = finite.sum() >= FEW_POINTS and turns.mean() > 0.2  # a schedule turns rarely: smoothing would only blunt it
-            panel.plot(x, np.where(finite, s.values, np.nan), color=color, marker="" if len(x) >= FEW_POINTS else "o", ms=3, **RAW if noisy else LINE)
+            panel.plot(
+                x,
+                np.where(finite, s.values, np.nan),
+                color=color,
+                marker="" if len(x) >= FEW_POINTS else "o",
+                ms=3,
+                **RAW if noisy else LINE,
+            )
             if noisy:
                 panel.plot(*smooth(x[finite], s.values[finite]), color=color, **LINE)
             if not finite.all():
@@ -280,9 +309,13 @@ def write_plot(runs: list[Run], path: Path) -> None:
 
 
 def parse_args(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, tensorboard folder or event file")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every point: tag,step,wall_time,value (with several runs, a column run first)")
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write every point: tag,step,wall_time,value (with several runs, a column run first)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write tables and health as strict JSON; null stands for non-finite")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw every tag, {PLOT_WIDTH} px wide")
     parser.add_argument("--strict", action="store_true", help="exit 5 when an event file is truncated or corrupt")

@@ -28,7 +28,9 @@ PLACEHOLDER = "0" * 40  # stands for the commit of hand-copied files whose commi
 COMMIT = re.compile(r"[0-9a-f]{40}")  # the only spelling of a commit that an offline lookup accepts
 LFS_BYTES = 10 * 2**20  # the hub takes no larger file outside LFS
 # What the .gitattributes of a new hub repository sends to LFS; used when the copied files lack theirs.
-LFS_NAME = r".*\.(7z|arrow|bin|bz2|ckpt|ftz|gz|h5|joblib|mlmodel|model|msgpack|npy|npz|onnx|ot|parquet|pb|pickle|pkl|pt|pth|rar|safetensors)|"
+LFS_NAME = (
+    r".*\.(7z|arrow|bin|bz2|ckpt|ftz|gz|h5|joblib|mlmodel|model|msgpack|npy|npz|onnx|ot|parquet|pb|pickle|pkl|pt|pth|rar|safetensors)|"
+)
 LFS_NAME += r".*\.(tar|tflite|tgz|wasm|xz|zip|zst)|.*\.(lfs|tar)\..*|.*tfevents.*"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 HEADER_LIMIT = 100_000_000  # bytes; the longest safetensors header that its reader accepts
@@ -55,7 +57,9 @@ def repo_folder(hub: Path, repo_id: str) -> Path:
 def check_revision(revision: str) -> str:
     """Return `revision`; raise Precondition unless it is a full lower-case commit."""
     if not COMMIT.fullmatch(revision):
-        raise Precondition("a revision of 40 lower-case hex digits", repr(revision), "pass the full commit, not a branch, a short or an upper-case one")
+        raise Precondition(
+            "a revision of 40 lower-case hex digits", repr(revision), "pass the full commit, not a branch, a short or an upper-case one"
+        )
     return revision
 
 
@@ -135,12 +139,19 @@ def build(source: Path, hub: Path, repo_id: str, revision: str, *, files: Iterab
         blobs[name] = repo / "blobs" / etag
         put(path, blobs[name], mode)
         pointer = b"%s\noid sha256:%s\nsize %d\n" % (LFS_POINTER, etag.encode(), size)  # what git itself holds of an LFS file
-        entry = {"size": size, "blob_id": hashlib.sha1(b"blob %d\0%s" % (len(pointer), pointer)).hexdigest(), "lfs_sha256": etag, "lfs_size": size}
+        entry = {
+            "size": size,
+            "blob_id": hashlib.sha1(b"blob %d\0%s" % (len(pointer), pointer)).hexdigest(),
+            "lfs_sha256": etag,
+            "lfs_size": size,
+        }
         entries[name] = entry if lfs else {"size": size, "blob_id": etag}
     for name, blob in blobs.items():
         _link(snapshot / name, blob)
     if entries != _load(listing, "files"):
-        _place(listing, lambda partial: partial.write_text(json.dumps({"format_version": 1, "files": dict(sorted(entries.items()))}, indent=1)))
+        _place(
+            listing, lambda partial: partial.write_text(json.dumps({"format_version": 1, "files": dict(sorted(entries.items()))}, indent=1))
+        )
     set_ref(repo, revision)
     return snapshot
 
@@ -153,7 +164,9 @@ def put(path: Path, blob: Path, mode: str) -> None:
         _place(blob, lambda partial: {"hardlink": os.link, "symlink": os.symlink, "copy": shutil.copyfile}[mode](path, partial))
     except OSError as error:
         if mode == "hardlink" and error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK):
-            raise Precondition(f"{path} and {blob.parent} on one file system that allows hard links", os.strerror(error.errno), "--mode copy") from error
+            raise Precondition(
+                f"{path} and {blob.parent} on one file system that allows hard links", os.strerror(error.errno), "--mode copy"
+            ) from error
         raise
 
 
@@ -237,7 +250,9 @@ def verify(hub: Path, repo_id: str, revision: str, *, required=(), patterns=("*"
         return [*problems, f"{snapshot}: {'an empty snapshot' if snapshot.is_dir() else 'no such snapshot'}"]
     listing = repo / "trees" / f"{revision}.json"
     if not listing.is_file():
-        problems.append(f"{listing}: absent, so huggingface_hub 1.33 finds no commit offline; lay the snapshot itself out again to write it")
+        problems.append(
+            f"{listing}: absent, so huggingface_hub 1.33 finds no commit offline; lay the snapshot itself out again to write it"
+        )
     problems += check_folder(snapshot, required, patterns, listing)
     known = {p.split(": ")[0] for p in problems}
     for name in [n for n in list_files(snapshot) if hashes and n not in known and matches(n, patterns) and (snapshot / n).is_symlink()]:

@@ -99,7 +99,9 @@ def need_disk(path: Path, nbytes: int, what: str) -> None:
         there = there.parent
     free = shutil.disk_usage(there).free
     if free < nbytes:
-        raise Precondition(f"{human_bytes(nbytes)} free at {there} for {what}", human_bytes(free), "free some space or pass another --out")
+        raise Precondition(
+            f"{human_bytes(nbytes)} free at {there} for {what}", human_bytes(free), "free some space, or write to another disk"
+        )
 
 
 def replace_folder(new: Path, place: Path) -> None:

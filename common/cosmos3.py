@@ -294,7 +294,7 @@ class SampleNoise:
 
 def sample_noise(seed: int, sample: int, latent_shape: tuple[int, ...], action_shape: tuple[int, ...]) -> SampleNoise:
     """The noise of global sample number `sample`: a counter-based stream keyed by (seed, sample), the same on any rank, batch or device."""
-    rng = np.random.Generator(np.random.Philox(key=[seed, sample]))
+    rng = np.random.Generator(np.random.Philox(key=np.array([seed, sample], np.uint64)))
     u, drop, variant = rng.random(3)
     draw = (rng.standard_normal(shape, np.float32) for shape in (latent_shape, action_shape))
     return SampleNoise(float(waver_sigma(u)), bool(drop < PROMPT_DROPOUT), float(variant), *draw)

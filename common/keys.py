@@ -75,8 +75,9 @@ SKIPPED = ("net_ema.", "action2llm", "llm2action", "action_modality_embed", "act
 LR_MULTIPLIERS = {"action2llm": 5.0, "llm2action": 5.0, "action_modality_embed": 5.0}
 NANO_TRAINED = (410, 6_982_401_216)  # tensors, parameters: 36 * 11 + 14
 
+_PREFIX = re.compile(r"(?:(?:fsdp_checkpoint\.model\.)?omni\.|model\.)?(net|net_ema)\.")
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-_LAYER_NAME = re.compile(r"^(?:language_model\.model\.)?layers\.(\d+)\.(.+)$")
+_LAYER_NAME = re.compile(r"(?:language_model\.model\.)?layers\.(0|[1-9][0-9]*)\.(.+)")
 
 
 def rename_table(num_layers: int, sound: bool = True) -> dict[str, str]:
@@ -99,10 +100,10 @@ def _unknown(name: str) -> Precondition:
 
 
 def to_diffusers(canonical: str) -> str:
-    """Canonical key -> diffusers key. Raises Precondition for a name that Nano does not have."""
+    """Canonical key -> diffusers key. Raises Precondition for a name that Nano does not have (layer numbers have no upper bound)."""
     if canonical in _ROOT_TO_DIFFUSERS:
         return _ROOT_TO_DIFFUSERS[canonical]
-    match = _LAYER_NAME.match(canonical)
+    match = _LAYER_NAME.fullmatch(canonical)
     if not match or not canonical.startswith("language_model.model.") or match[2] not in _LAYER_TO_DIFFUSERS:
         raise _unknown(canonical)
     return f"layers.{int(match[1])}.{_LAYER_TO_DIFFUSERS[match[2]]}"
@@ -112,7 +113,7 @@ def to_canonical(diffusers: str) -> str:
     """Diffusers key -> canonical key. Raises Precondition for a name that Nano does not have."""
     if diffusers in _ROOT_TO_CANONICAL:
         return _ROOT_TO_CANONICAL[diffusers]
-    match = _LAYER_NAME.match(diffusers)
+    match = _LAYER_NAME.fullmatch(diffusers)
     if not match or not diffusers.startswith("layers.") or match[2] not in _LAYER_TO_CANONICAL:
         raise _unknown(diffusers)
     return f"language_model.model.layers.{int(match[1])}.{_LAYER_TO_CANONICAL[match[2]]}"
@@ -124,16 +125,12 @@ def parse(name: str) -> tuple[str, bool]:
     Raises Precondition for anything else, a tensor of the vision tower included.
     """
     key = _WRAPPERS.sub("", name)
-    for prefix in ("fsdp_checkpoint.model.", "omni."):
-        key = key.removeprefix(prefix)
-    if key.startswith(("model.net.", "model.net_ema.")):
-        key = key.removeprefix("model.")
-    for prefix, ema in (("net.", False), ("net_ema.", True)):
-        if key.startswith(prefix):
-            key = key.removeprefix(prefix)
-            to_diffusers(key)  # raises on an unknown name
-            return key, ema
-    return to_canonical(key), False
+    prefix = _PREFIX.match(key)
+    if not prefix:
+        return to_canonical(key), False
+    key = key[prefix.end() :]
+    to_diffusers(key)  # raises on an unknown name
+    return key, prefix[1] == "net_ema"
 
 
 def spell(canonical: str, container: str, ema: bool = False) -> str:
@@ -163,7 +160,7 @@ def shapes(config: Mapping, sound: bool = True) -> dict[str, tuple[int, ...]]:
     letters = {c: s for c, _, s in _ROOT_BEFORE + _ROOT_AFTER}
     tails = {c: s for c, _, s in _LAYER}
     return {
-        k: tuple(size[x] for x in letters.get(k) or tails[_LAYER_NAME.match(k)[2]])
+        k: tuple(size[x] for x in letters.get(k) or tails[_LAYER_NAME.fullmatch(k)[2]])
         for k in rename_table(config["num_hidden_layers"], sound)
     }
 

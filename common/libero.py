@@ -122,8 +122,9 @@ def mosaic(views, size: int):
     for view in views:
         if tuple(view.shape[-2:]) != (size, size):
             resized = torch.nn.functional.interpolate(view.float() / 255, (size, size), mode="bilinear", align_corners=False)
-            view = (resized * 255).clamp(0, 255).to(torch.uint8)
-        square.append(view)
+            square.append((resized * 255).clamp(0, 255).to(torch.uint8))
+        else:
+            square.append(view)
     return torch.cat(square, -1)
 
 
@@ -216,9 +217,8 @@ def read_tasks(root: Path) -> dict[int, str]:
     import pandas as pd
 
     table = pd.read_parquet(Path(root) / "meta/tasks.parquet")
-    if "task" not in table.columns:
-        table = table.reset_index().rename(columns={"index": "task", "__index_level_0__": "task"})
-    return {int(i): str(t) for i, t in zip(table["task_index"], table["task"], strict=True)}
+    text = next((table[c] for c in ("task", "__index_level_0__") if c in table.columns), table.index)
+    return {int(i): str(t) for i, t in zip(table["task_index"], text, strict=True)}
 
 
 def read_suite(root: Path, robot: Embodiment = LIBERO) -> Suite:

@@ -15,16 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import Precondition
+from common.console import Precondition, warn
 
 MIN_RANGE = 1e-6  # below it a channel counts as constant
 BLOCKS = ("global_raw", "global", "flat")
 # quantile_rot of the published LIBERO recipe: facts of cosmos-framework's libero_native_frame_wise_relative_rot6d.json
 BUILT_IN = Path(__file__).with_name("libero_stats_20fps.json")
 QUANTILES = (0.01, 0.99)
+MAKE = "python 04_fetch_libero.py stats --data DATA --out stats.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantileStats:
     """q01 and q99, float64 [channels], of one block of one stats file, known by the file's sha256."""
 
@@ -36,14 +37,18 @@ class QuantileStats:
     sha256: str
 
     def _affine(self, like):
-        """Offset and scale [channels] in the type, dtype and device of `like`."""
+        """Offset and scale [channels] in the type, dtype (float64 for integers) and device of `like`."""
         span = self.q99 - self.q01
         constant = span < MIN_RANGE
         low = np.where(constant, self.q01, (self.q01 + self.q99) / 2)
         half = np.where(constant, 1.0, span / 2)
         if isinstance(like, np.ndarray):
-            return low.astype(like.dtype), half.astype(like.dtype)
-        return like.new_tensor(low), like.new_tensor(half)
+            return tuple(v.astype(like.dtype if like.dtype.kind == "f" else np.float64) for v in (low, half))
+        import torch
+
+        return tuple(
+            torch.tensor(v, dtype=like.dtype if like.is_floating_point() else torch.float64, device=like.device) for v in (low, half)
+        )
 
     def normalize(self, action):
         """[..., channels] in action units -> the same shape with q01 at -1 and q99 at +1. numpy or torch; dtype kept."""
@@ -62,12 +67,15 @@ class QuantileStats:
 
     def require_fps(self, fps: float) -> None:
         """Raise Precondition if the stats were made at another frame rate: deltas scale with it."""
-        if self.fps is not None and abs(self.fps - fps) > 1e-6:
-            raise Precondition(
-                f"action stats at the data's {fps:g} fps",
-                f"{self.path} at {self.fps:g} fps",
-                "python 04_fetch_libero.py stats --data DATA --out stats.json",
-            )
+        if self.fps is None:
+            warn("stats", f"{self.path} does not say at which frame rate it was made; the data has {fps:g} fps")
+        elif abs(self.fps - fps) > 1e-6:
+            raise Precondition(f"action stats at the data's {fps:g} fps", f"{self.path} at {self.fps:g} fps", MAKE)
+
+    def _checked(self, array):
+        if array.shape[-1] != len(self.q01):
+            raise ValueError(f"stats {self.path} hold {len(self.q01)} channels; the action has shape {tuple(array.shape)}")
+        return array
 
 
 def load_stats(path: Path = BUILT_IN, block: str = "global_raw") -> QuantileStats:
@@ -76,28 +84,25 @@ def load_stats(path: Path = BUILT_IN, block: str = "global_raw") -> QuantileStat
         raise ValueError(f"block is one of {BLOCKS}; got {block!r}")
     path = Path(path).resolve()
     if not path.is_file():
-        raise Precondition("a stats file", f"nothing at {path}", "python 04_fetch_libero.py stats --data DATA --out stats.json")
+        raise Precondition("a stats file", f"nothing at {path}", MAKE)
     raw = path.read_bytes()
     try:
         content = json.loads(raw)
-    except ValueError as error:
-        raise Precondition(f"JSON in {path}", str(error), "write the file again with 04_fetch_libero.py stats") from error
-    table = content if block == "flat" else content.get(block)
-    if not isinstance(table, dict) or not {"q01", "q99"} <= set(table):
-        seen = sorted(content) if not isinstance(table, dict) else sorted(table)
-        raise Precondition(
-            f"q01 and q99 in block {block!r} of {path}",
-            f"keys {seen}",
-            "name another block, or make the file with 04_fetch_libero.py stats",
-        )
-    q01, q99 = (np.asarray(table[k], np.float64) for k in ("q01", "q99"))
-    if q01.ndim != 1 or q01.shape != q99.shape or not np.isfinite([q01, q99]).all() or (q01 > q99).any():
-        raise Precondition(
-            f"finite q01 <= q99 of one length in {path}",
-            f"q01 {q01.tolist()}, q99 {q99.tolist()}",
-            "write the file again with 04_fetch_libero.py stats",
-        )
-    return QuantileStats(q01, q99, content.get("fps"), block, path, hashlib.sha256(raw).hexdigest())
+        table = content if block == "flat" else content.get(block, {})
+        if not isinstance(table, dict) or not {"q01", "q99"} <= set(table):
+            seen = sorted(table if isinstance(table, dict) and table else content)
+            raise Precondition(
+                f"q01 and q99 in block {block!r} of {path}",
+                f"keys {seen}",
+                "name another block, or make the file with 04_fetch_libero.py stats",
+            )
+        q01, q99 = (np.array(table[k], np.float64) for k in ("q01", "q99"))
+        fps = None if content.get("fps") is None else float(content["fps"])
+    except (ValueError, TypeError, AttributeError) as error:
+        raise Precondition(f"a stats table as JSON in {path}", f"{type(error).__name__}: {error}", MAKE) from error
+    if q01.ndim != 1 or not len(q01) or q01.shape != q99.shape or not np.isfinite([q01, q99]).all() or (q01 > q99).any():
+        raise Precondition(f"finite q01 <= q99 of one length in {path}", f"q01 {q01.tolist()}, q99 {q99.tolist()}", MAKE)
+    return QuantileStats(q01, q99, fps, block, path, hashlib.sha256(raw).hexdigest())
 
 
 def pooled_stats(rows: np.ndarray, rotation: slice, fps: float) -> dict:
@@ -107,6 +112,8 @@ def pooled_stats(rows: np.ndarray, rotation: slice, fps: float) -> dict:
     Raises ValueError with the first bad row when one is not finite.
     """
     rows = np.asarray(rows, np.float64)
+    if not len(rows):
+        raise ValueError("no rows to measure")
     bad = ~np.isfinite(rows).all(-1)
     if bad.any():
         raise ValueError(f"{int(bad.sum())} row(s) are not finite, the first is row {int(bad.argmax())}")

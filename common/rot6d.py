@@ -21,7 +21,8 @@ def _float64(x):
     """`x` in float64 with the module that holds its functions, and the way back to its own dtype."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        return torch, x.to(torch.float64), lambda y: y.to(x.dtype)
+        dtype = x.dtype if x.is_floating_point() else torch.float64
+        return torch, x.to(torch.float64), lambda y: y.to(dtype)
     x = np.asarray(x)
     dtype = x.dtype if np.issubdtype(x.dtype, np.floating) else np.float64
     return np, x.astype(np.float64), lambda y: y.astype(dtype)
@@ -104,7 +105,8 @@ def rot6d_to_matrix_or_identity(rot6d):
     xp, x, back = _float64(rot6d)
     _need_last(x, 6, "rot6d")
     c0, c1 = x[..., :3], x[..., 3:]
-    bad = _degenerate(xp, c0, c1)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities are what is looked for
+        bad = _degenerate(xp, c0, c1)
     eye = xp.zeros_like(x[..., :3]), xp.zeros_like(x[..., :3])
     eye[0][..., 0], eye[1][..., 1] = 1.0, 1.0
     c0, c1 = (xp.where(bad[..., None], e, c) for e, c in zip(eye, (c0, c1), strict=True))

@@ -4,7 +4,6 @@ Seeded, bf16, offline. They let every stage run its real loading code on a CPU; 
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -96,8 +95,20 @@ def write_tokenizer(folder: Path) -> None:
     _json(folder / "tokenizer_config.json", config | {"model_max_length": 262144, "chat_template": CHAT_TEMPLATE})
 
 
+def _quiet() -> None:
+    """The libraries warn about what is meant here: published config keys they do not know, and bf16 in every tensor."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
 def _vae():
     from diffusers import AutoencoderKLWan
+
+    _quiet()
 
     torch.manual_seed(SEED)
     return AutoencoderKLWan(**VAE).to(torch.bfloat16)
@@ -124,6 +135,7 @@ def write_cosmos3_nano(folder: Path) -> None:
     """nvidia/Cosmos3-Nano: 66 transformer tensors (22 a layer and 22 more, sound included) in several shards, VAE, tokenizer, scheduler, vision tower, root index."""
     from diffusers import Cosmos3OmniTransformer, UniPCMultistepScheduler
 
+    _quiet()
     folder = Path(folder)
     torch.manual_seed(SEED)
     config = {k: v for k, v in TRANSFORMER.items() if not k.startswith("_")}
@@ -208,8 +220,3 @@ def write_qwen3_vl(folder: Path) -> None:
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
     _json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
-
-
-def copy_demo(suites: Path, out: Path) -> None:
-    """Lay the repository's demonstration suites out as the real download lies: one LeRobot v3 folder a suite."""
-    shutil.copytree(suites, out)

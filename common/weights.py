@@ -255,7 +255,7 @@ def _open_pt(file: Path) -> Source:
 
     try:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except (RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
         raise Precondition(
             "a whole .pt file of plain tensors",
             f"{file}: {str(error).splitlines()[0][:200]}",

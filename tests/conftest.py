@@ -1,6 +1,7 @@
 """Shared test set-up: offline always, scripts loaded by file name, one tiny pipeline run for the whole session."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -36,5 +37,40 @@ def run_script(*argv, env=None, timeout=300, cwd=REPO, launcher=None) -> subproc
     """Run a script as a user does. `launcher` replaces the plain interpreter (torchrun)."""
     command = [*(launcher or [sys.executable]), *map(str, argv)]
     return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **(env or {})}, timeout=timeout, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        command,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
     )
+
+
+def golden(name: str) -> dict:
+    """A file of tests/golden; a missing one is a failure, never made anew."""
+    return json.loads((REPO / "tests/golden" / name).read_text())
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A random-weight stand-in of nvidia/Cosmos3-Nano."""
+    from common import tiny
+
+    folder = tmp_path_factory.mktemp("base") / "Cosmos3-Nano"
+    tiny.write_cosmos3_nano(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def walk(tmp_path_factory) -> Path:
+    """The work folder of one `run_all.sh --tiny`, with its output in run_all.log. Tests read it; what writes goes elsewhere."""
+    work = tmp_path_factory.mktemp("walk")
+    env = {**os.environ, "VENV": sys.prefix, "OMP_NUM_THREADS": "2"}
+    run = subprocess.run(
+        ["./run_all.sh", "--tiny", "--work", str(work)], check=False, cwd=REPO, env=env, capture_output=True, text=True, timeout=600
+    )
+    (work / "run_all.log").write_text(run.stdout + run.stderr)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return work

@@ -147,7 +147,9 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path):
-    served = Hub({"nvidia/Cosmos3-Nano": nano(tmp_path / "hub-nano"), "Wan-AI/Wan2.2-TI2V-5B-Diffusers": wan_diffusers(tmp_path / "hub-wan")})
+    served = Hub(
+        {"nvidia/Cosmos3-Nano": nano(tmp_path / "hub-nano"), "Wan-AI/Wan2.2-TI2V-5B-Diffusers": wan_diffusers(tmp_path / "hub-wan")}
+    )
     yield served
     served.server.shutdown()
     served.server.server_close()
@@ -155,16 +157,28 @@ def hub(tmp_path):
 
 def download(hub_url, tmp_path, *more, **env):
     return run_script(
-        SCRIPT, "download", "--work", tmp_path / "w", "--hub", tmp_path / "w/hub", *more, env={**ONLINE, "HF_ENDPOINT": hub_url, **env}, timeout=60
+        SCRIPT,
+        "download",
+        "--work",
+        tmp_path / "w",
+        "--hub",
+        tmp_path / "w/hub",
+        *more,
+        env={**ONLINE, "HF_ENDPOINT": hub_url, **env},
+        timeout=60,
     )
 
 
 # ------------------------------------------------------------------ common/cache_layout.py
 
 FOLDERS, SUFFIXES = st.sampled_from(["", "vae/", "a/b/c/", "transformer/"]), st.sampled_from([".json", ".pth", "", ".txt"])
-NAMES = st.tuples(FOLDERS, st.text("abcXYZ019_-", min_size=1, max_size=12), SUFFIXES).map("{0[0]}{0[1]}x{0[2]}".format)  # never a folder's name
+NAMES = st.tuples(FOLDERS, st.text("abcXYZ019_-", min_size=1, max_size=12), SUFFIXES).map(
+    "{0[0]}{0[1]}x{0[2]}".format
+)  # never a folder's name
 CONTENTS = st.binary(max_size=200).filter(lambda b: not b.startswith(cache_layout.LFS_POINTER))  # refused, and tested below
-REPOS = st.tuples(st.text("abcXYZ09", min_size=1, max_size=8), st.from_regex(r"[a-zA-Z0-9]+([._-][a-zA-Z0-9]+){0,2}", fullmatch=True)).map("/".join)
+REPOS = st.tuples(st.text("abcXYZ09", min_size=1, max_size=8), st.from_regex(r"[a-zA-Z0-9]+([._-][a-zA-Z0-9]+){0,2}", fullmatch=True)).map(
+    "/".join
+)
 
 
 @given(
@@ -190,7 +204,9 @@ def test_layout_is_file_for_file_what_a_download_writes(hub, tmp_path):
     """blobs, links, listing and refs of a hand-laid repository equal those of huggingface_hub's own download: names, targets and bytes."""
     repo, source = "Wan-AI/Wan2.2-TI2V-5B-Diffusers", hub.repos["Wan-AI/Wan2.2-TI2V-5B-Diffusers"]
     code = f"from huggingface_hub import snapshot_download; snapshot_download({repo!r}, cache_dir={str(tmp_path / 'theirs')!r})"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, **ONLINE, "HF_ENDPOINT": hub.url}, check=True, timeout=60, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **ONLINE, "HF_ENDPOINT": hub.url}, check=True, timeout=60, capture_output=True
+    )
     cache_layout.build(source, tmp_path / "ours", repo, SHA, mode="copy")
     ours, theirs = (tree(cache_layout.repo_folder(tmp_path / which, repo)) for which in ("ours", "theirs"))
     assert ours == theirs
@@ -352,7 +368,9 @@ def test_the_root_is_the_librarys(env, reason):
     code = "import json; from huggingface_hub.constants import HF_HUB_CACHE as theirs; from common.cache_layout import hub_cache_root; "
     code += "ours, why = hub_cache_root(); print(json.dumps([theirs, str(ours), why]))"
     child = {"HOME": "/home/someone", "PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), **env}
-    theirs, ours, why = json.loads(subprocess.run([sys.executable, "-c", code], env=child, check=True, capture_output=True, text=True).stdout)
+    theirs, ours, why = json.loads(
+        subprocess.run([sys.executable, "-c", code], env=child, check=True, capture_output=True, text=True).stdout
+    )
     assert (ours, why) == (theirs, reason)
 
 
@@ -380,7 +398,10 @@ def test_download_then_rerun_then_offline_verify(hub, tmp_path):
     got = tree(tmp_path / "w/models/Cosmos3-Nano")
     assert {k: v for k, v in got.items() if not k.startswith(".cache/")} == tree(hub.repos["nvidia/Cosmos3-Nano"])
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [(a["name"], a["revision"], a["problems"]) for a in found["assets"]] == [("cosmos3-nano", "plain folder", []), ("wan-diffusers", SHA, [])]
+    assert [(a["name"], a["revision"], a["problems"]) for a in found["assets"]] == [
+        ("cosmos3-nano", "plain folder", []),
+        ("wan-diffusers", SHA, []),
+    ]
     hub.asked.clear()
     again = download(hub.url, tmp_path, *chosen)
     assert again.returncode == 0 and again.stdout.count("already complete") == 2 and hub.asked == []
@@ -485,12 +506,23 @@ def test_verify_tells_absent_from_broken(tmp_path):
     assert "download --force --only wan-diffusers" in broken.stderr
 
 
-def test_the_offline_lookup_is_the_librarys_and_opens_no_socket(tmp_path):
-    """resolve_offline reports what huggingface_hub says of a file that is not there; a lookup that reaches for the network fails in it."""
+def test_the_offline_lookup_is_the_librarys_and_stays_offline(hub, tmp_path, monkeypatch):
+    """resolve_offline reports what huggingface_hub says of an absent file, and asks no hub although one would answer."""
     stage = load_script("02_cache_models")
     cache_layout.build(write(tmp_path / "s", {"a.json": b"{}"}), tmp_path / "hub", "o/r", SHA)
+    for name, value in {**ONLINE, "HF_ENDPOINT": hub.url}.items():
+        monkeypatch.setenv(name, value)
     good, bad = stage.resolve_offline(tmp_path / "hub", [["o/r", SHA, ["*"], ["a.json"]], ["o/r", SHA, ["*"], ["b.json"]]])
-    assert good == "" and "LocalEntryNotFoundError" in bad
+    assert good == "" and "LocalEntryNotFoundError" in bad and "OfflineModeIsEnabled" in bad and hub.asked == []
+
+
+def test_a_library_that_reaches_for_the_network_offline_is_found(hub, tmp_path, monkeypatch):
+    """C15: a huggingface_hub that opens a connection in spite of HF_HUB_OFFLINE does not pass for an offline lookup."""
+    library = f"import urllib.request\ndef snapshot_download(*args, **kwargs): urllib.request.urlopen({hub.url!r})\nhf_hub_download = snapshot_download\n"
+    write(tmp_path / "fake", {"huggingface_hub.py": library.encode()})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    (error,) = load_script("02_cache_models").resolve_offline(tmp_path / "hub", [["o/r", SHA, ["*"], []]])
+    assert "an offline lookup opened a socket" in error and hub.asked == []
 
 
 def test_tiny_writes_stand_ins_without_a_network(tmp_path):

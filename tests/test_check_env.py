@@ -74,7 +74,14 @@ def test_failures_come_last_and_exit_3(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("memory", "purpose", "level"),
-    [([], "walkthrough", "warn"), ([], "convert", "warn"), ([], "train", "FAIL"), ([80], "train", "FAIL"), ([141], "train", "ok"), ([24] * 8, "train", "ok")],
+    [
+        ([], "walkthrough", "warn"),
+        ([], "convert", "warn"),
+        ([], "train", "FAIL"),
+        ([80], "train", "FAIL"),
+        ([141], "train", "ok"),
+        ([24] * 8, "train", "ok"),
+    ],
 )
 def test_gpu_memory_is_held_against_the_purpose(memory, purpose, level):
     """Training needs 104 GiB over all GPUs together: one of 80 fails, one of 141 or eight of 24 pass; the other purposes need none."""
@@ -85,7 +92,14 @@ def test_gpu_memory_is_held_against_the_purpose(memory, purpose, level):
 def test_a_wrong_pin_of_a_numeric_package_fails_and_another_warns(tmp_path):
     """E6: a version off by one fails where it can change numbers, warns elsewhere; a missing package fails unless only the tests want it."""
     requirements = tmp_path / "requirements.txt"
-    pins = ["numpy==0.0.1  # per-sample noise", "tqdm==0.0.1", "no-such-package==1.0", "lerobot[dataset]==0.6.1   # v3", "# tests", "no-such-test-package==1.0"]
+    pins = [
+        "numpy==0.0.1  # per-sample noise",
+        "tqdm==0.0.1",
+        "no-such-package==1.0",
+        "lerobot[dataset]==0.6.1   # v3",
+        "# tests",
+        "no-such-test-package==1.0",
+    ]
     requirements.write_text("\n".join(pins))
     checks = by_name(stage.check_packages(requirements))
     levels = {name.split("/")[1]: c.level for name, c in checks.items()}

@@ -264,20 +264,50 @@ def test_any_restarts_match_a_plain_model(lives):
 
 def test_metrics_that_matter_come_first(tmp_path, capsys):
     """Rows follow FIRST_TAGS, val/* after them, then the rest by name."""
-    tags = ["zeta", "val/loss", "time/step", "train/loss", "alpha", "train/loss_ema", "train/grad_norm", "val/action", "train/learning_rate"]
+    tags = [
+        "zeta",
+        "val/loss",
+        "time/step",
+        "train/loss",
+        "alpha",
+        "train/loss_ema",
+        "train/grad_norm",
+        "val/action",
+        "train/learning_rate",
+    ]
     write(tmp_path, [(tag, 1.0, step) for tag in tags for step in (0, 1)])
     assert main(tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
-    shown = [line.split()[0] for line in lines[lines.index(next(x for x in lines if x.startswith("tag "))) + 1 :] if not line.startswith("[")]
-    assert shown == ["train/loss", "train/grad_norm", "train/learning_rate", "time/step", "val/action", "val/loss", "alpha", "train/loss_ema", "zeta"]
+    shown = [
+        line.split()[0] for line in lines[lines.index(next(x for x in lines if x.startswith("tag "))) + 1 :] if not line.startswith("[")
+    ]
+    assert shown == [
+        "train/loss",
+        "train/grad_norm",
+        "train/learning_rate",
+        "time/step",
+        "val/action",
+        "val/loss",
+        "alpha",
+        "train/loss_ema",
+        "zeta",
+    ]
 
 
 @pytest.mark.parametrize(
     ("values", "prefix", "text"),
     [
-        ([16.0 - s for s in range(10)] + [3.0] * 10, "[ok]", "train/loss falling: 15.5 (mean of first 2) -> 3 (mean of last 2); non-finite points: 0"),
+        (
+            [16.0 - s for s in range(10)] + [3.0] * 10,
+            "[ok]",
+            "train/loss falling: 15.5 (mean of first 2) -> 3 (mean of last 2); non-finite points: 0",
+        ),
         ([1.0] * 10 + [2.0] * 10, "[warn]", "train/loss NOT falling: 1 (mean of first 2) -> 2 (mean of last 2); non-finite points: 0"),
-        ([3.0] * 10 + [math.nan, math.inf] + [1.0] * 10, "[warn]", "train/loss falling: 3 (mean of first 2) -> 1 (mean of last 2); non-finite points: 2"),
+        (
+            [3.0] * 10 + [math.nan, math.inf] + [1.0] * 10,
+            "[warn]",
+            "train/loss falling: 3 (mean of first 2) -> 1 (mean of last 2); non-finite points: 2",
+        ),
         ([math.nan, 1.0], "[warn]", "fewer than two finite points of train/loss; non-finite points: 1"),
     ],
 )

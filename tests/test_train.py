@@ -1,0 +1,253 @@
+"""05_train_fsdp2.py: exact resume, any number of ranks, the recipe's numbers.    Run: ./run_tests.sh tests/test_train.py
+
+The cache is that of the walk-through; every run here is a real one, as a script.
+"""
+
+import json
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import golden, load_script, run_script
+
+from common import keys, libero, quantile, weights
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+train = load_script("05_train_fsdp2")
+
+
+def run(walk, out, *flags, ranks=1, code=0):
+    """A short training run over the walk-through's cache; returns its losses by step."""
+    argv = [
+        "05_train_fsdp2.py",
+        "--base",
+        walk / "models/Cosmos3-Nano-DCP",
+        "--cache",
+        walk / "cache",
+        "--out",
+        out,
+        "--global-batch",
+        12,
+        "--micro-batch",
+        3,
+    ]
+    done = run_script(*argv, "--lr", 1e-3, "--warmup", 2, *flags, launcher=[*TORCHRUN, str(ranks)] if ranks > 1 else None)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
+    return {int(s): float(x) for s, x in re.findall(r"^\[step\] step:(\d+)/\d+ loss:([\d.]+)", done.stdout, re.M)}, done
+
+
+def tensors(checkpoint):
+    """Every tensor of a checkpoint: weights, averages and Adam's moments."""
+    import torch.distributed.checkpoint as dcp
+
+    metadata = weights.read_dcp_metadata(checkpoint)
+    state = {k: torch.empty(m.size) for k, m in metadata.state_dict_metadata.items()}
+    dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    return state
+
+
+@pytest.fixture(scope="module")
+def straight(walk, tmp_path_factory):
+    """Four steps in one go, one process, a checkpoint at 2 and at 4."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    losses, _ = run(walk, out, "--steps", 4, "--save-every", 2)
+    return out, losses
+
+
+@pytest.fixture(scope="module")
+def two_ranks(walk, tmp_path_factory):
+    """The same four steps on two ranks, from the diffusers folder, with another micro-batch and the average in host memory."""
+    out = tmp_path_factory.mktemp("two") / "run"
+    losses, _ = run(
+        walk, out, "--steps", 4, "--save-every", 2, "--micro-batch", 2, "--base", walk / "models/Cosmos3-Nano", "--ema", "host", ranks=2
+    )
+    return out, losses
+
+
+def test_resume_is_bit_exact(walk, straight, tmp_path):
+    """Two steps, then a resume to four, equal four steps in one go bit for bit: weights, averages, moments and train state."""
+    out = tmp_path / "run"
+    shutil.copytree(straight[0], out)
+    shutil.rmtree(out / "checkpoints/global_step_4")
+    losses, done = run(walk, out, "--steps", 4, "--save-every", 2, "--resume")
+    assert sorted(losses) == [3, 4] and "global_step_2" in done.stdout
+    first, second = tensors(straight[0] / "checkpoints/global_step_4"), tensors(out / "checkpoints/global_step_4")
+    assert first.keys() == second.keys() and len(first) == 4 * (2 * 11 + 14)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    assert (out / "checkpoints/global_step_4/train.json").read_text() == (straight[0] / "checkpoints/global_step_4/train.json").read_text()
+
+
+def test_two_ranks_train_what_one_trains(straight, two_ranks):
+    """World 1 and world 2, other micro-batch, other base container: the same losses and weights within float error."""
+    assert straight[1].keys() == two_ranks[1].keys() == {1, 2, 3, 4}
+    np.testing.assert_allclose(list(straight[1].values()), list(two_ranks[1].values()), rtol=1e-5, atol=1e-4)
+    first, second = (tensors(o / "checkpoints/global_step_4") for o, _ in (straight, two_ranks))
+    for name, value in first.items():
+        if name.startswith("net"):
+            assert (value - second[name]).norm() <= 1e-4 * value.norm() + 1e-7, name
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(walk, straight, two_ranks, tmp_path):
+    """A checkpoint of two ranks resumes on one rank with the losses of the straight run."""
+    out = tmp_path / "run"
+    shutil.copytree(two_ranks[0], out)
+    shutil.rmtree(out / "checkpoints/global_step_4")
+    losses, _ = run(walk, out, "--steps", 4, "--resume")
+    np.testing.assert_allclose([losses[3], losses[4]], [straight[1][3], straight[1][4]], rtol=1e-5, atol=1e-4)
+
+
+def test_every_trained_tensor_moved_and_nothing_else_was_saved(walk, straight):
+    """The checkpoint holds exactly the trained tensors; each differs from the base, the heads by a fresh start, the rest by training."""
+    source, base = weights.open_source(straight[0] / "checkpoints/global_step_4"), weights.open_source(walk / "models/Cosmos3-Nano")
+    assert set(source.net) == set(source.ema) == set(keys.trained(base.net))
+    for key, name in source.net.items():
+        assert source.info[name][1] == "torch.float32"
+        assert not torch.equal(source.read([name])[name], base.read([base.net[key]])[base.net[key]].float()), key
+
+
+def test_average_after_one_update_is_the_weights(walk, tmp_path):
+    """beta(0) = 0: after the first step the average equals the weights bit for bit; its counter is saved."""
+    run(walk, tmp_path / "run", "--steps", 1)
+    state = tensors(tmp_path / "run/checkpoints/global_step_1")
+    for name, value in state.items():
+        if name.startswith("net."):
+            assert torch.equal(value, state["net_ema." + name.removeprefix("net.")]), name
+    assert json.loads((tmp_path / "run/checkpoints/global_step_1/train.json").read_text())["ema_updates"] == 1
+
+
+def test_fresh_heads_are_drawn_as_the_recipe_says(walk, tmp_path, monkeypatch):
+    """The action heads start from a truncated normal with std 1/sqrt(fan in), never beyond 3 std, biases zero; the base's heads are not used."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        source = weights.open_source(walk / "models/Cosmos3-Nano")
+        config = json.loads((source.path / "config.json").read_text())
+        args = train.parse_args([])
+        tower = train.build_tower(config, init_device_mesh("cpu", (1,)), torch.device("cpu"), torch.float32, args)
+        train.load_base(tower, source, seed=7)
+        state = {keys.to_canonical(n): p.full_tensor().detach() for n, p in tower.named_parameters()}
+    finally:
+        dist.destroy_process_group()
+    for key, std in {
+        "action2llm.fc.weight": 64**-0.5,
+        "llm2action.fc.weight": config["hidden_size"] ** -0.5,
+        "action_modality_embed": config["hidden_size"] ** -0.5,
+    }.items():
+        assert state[key].abs().max() <= 3 * std and state[key].std() == pytest.approx(std, rel=0.25), key
+    assert not state["action2llm.bias.weight"].any() and not state["llm2action.bias.weight"].any()
+    warm = [k for k in state if "action" not in k]
+    assert len(warm) == 2 * 11 + 9
+    for key in warm:
+        assert torch.equal(state[key], source.read([source.net[key]])[source.net[key]].float()), key
+
+
+def test_learning_rate_equals_the_reference():
+    """The schedule's factor at the reference's step counts (largest error seen: 1e-16)."""
+    case = golden("libero_golden.json")["lr_factor"]
+    np.testing.assert_allclose([train.lr_factor(n, 500, 16000) for n in case["n"]], case["factor"], rtol=1e-12)
+    assert 5e-5 * train.lr_factor(10, 500, 16000) == pytest.approx(1e-6, rel=1e-4)  # what the guide's run logged after 10 steps
+
+
+def test_ema_beta_equals_the_reference():
+    """The power EMA's beta at the reference's iterations (rate 0.1)."""
+    case = golden("libero_golden.json")["ema_beta_rate_0.1"]
+    np.testing.assert_allclose([train.ema_beta(i) for i in case["iteration"]], case["beta"], rtol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def stream(walk):
+    manifest = libero.read_manifest(walk / "cache")
+    return train.Stream(walk / "cache", manifest, quantile.load_stats(), seed=3)
+
+
+def test_suites_get_equal_shares_and_every_window_its_turn(stream):
+    """Any run of samples shares the suites equally; one epoch of a suite visits each training window once and no held-out one."""
+    n = len(stream.suites)
+    for suite, rows in enumerate(stream.train):
+        seen = [stream.window(suite + n * k) for k in range(2 * len(rows))]
+        assert {s for s, _ in seen} == {suite}
+        for epoch in (seen[: len(rows)], seen[len(rows) :]):
+            assert sorted(r for _, r in epoch) == sorted(rows)
+        assert [r for _, r in seen[: len(rows)]] != [r for _, r in seen[len(rows) :]]
+        assert not stream.suites[suite].val[rows].any()
+
+
+def test_a_batch_is_its_samples(stream):
+    """Samples drawn together equal the same samples drawn one by one, in any order."""
+    together = stream.batch([5, 900, 17])
+    for i, sample in enumerate([5, 900, 17]):
+        alone = stream.batch([sample])
+        for k, v in together.items():
+            assert torch.equal(v[i : i + 1], alone[k]), k
+
+
+def test_batch_actions_are_normalized(stream):
+    """The q01..q99 normalization was applied: most numbers lie in [-1.1, 1.1], the gripper is at -1 or 1, channels from 10 on are zero."""
+    actions = stream.batch(range(64))["actions"]
+    inside = (actions[..., :10].abs() <= 1.1).float().mean()
+    assert inside > 0.9
+    assert set(actions[..., 9].flatten().tolist()) <= {-1.0, 1.0} and not actions[..., 10:].any()
+    identity = torch.tensor([1.0, 0, 0, 0, 1, 0])
+    assert not torch.isclose(actions[..., 3:9], identity, atol=1e-3).all(-1).any()  # raw identity rotations are not left as they were
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_existing_run_is_refused(walk, straight):
+    """A run folder that exists is exit 4 and names --resume; nothing in it changes."""
+    before = sorted(p for p in straight[0].rglob("*"))
+    _, done = run(walk, straight[0], "--steps", 8, code=4)
+    assert "--resume" in done.stderr and sorted(p for p in straight[0].rglob("*")) == before
+
+
+def test_resume_without_checkpoint_is_refused(walk, tmp_path):
+    """--resume where no complete checkpoint lies is exit 3; a folder without COMPLETE does not count."""
+    (tmp_path / "run/checkpoints/global_step_9").mkdir(parents=True)
+    _, done = run(walk, tmp_path / "run", "--resume", code=3)
+    assert "complete checkpoint" in done.stderr
+
+
+def test_resume_with_other_stats_is_refused(walk, straight, tmp_path):
+    """A cache with other action statistics is named, with both hashes, before anything is trained."""
+    cache = tmp_path / "cache"
+    shutil.copytree(walk / "cache", cache)
+    changed = json.loads((cache / "stats.json").read_text()) | {"note": "changed"}
+    (cache / "stats.json").write_text(json.dumps(changed))
+    manifest = json.loads((cache / "manifest.json").read_text())
+    manifest["stats"]["sha256"] = quantile.load_stats(cache / "stats.json").sha256
+    (cache / "manifest.json").write_text(json.dumps(manifest))
+    _, done = run(walk, straight[0], "--steps", 8, "--resume", "--cache", cache, code=3)
+    assert "stats" in done.stderr and manifest["stats"]["sha256"][:12] in done.stderr
+
+
+def test_cache_of_another_base_is_refused(walk, tmp_path):
+    """A cache whose base fingerprint is not the base's is exit 3 with both fingerprints."""
+    cache = tmp_path / "cache"
+    shutil.copytree(walk / "cache", cache)
+    manifest = json.loads((cache / "manifest.json").read_text())
+    (cache / "manifest.json").write_text(json.dumps(manifest | {"base_fingerprint": "0" * 64}))
+    _, done = run(walk, tmp_path / "run", "--cache", cache, code=3)
+    assert "000000000000" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_batch_arithmetic_is_refused_with_its_numbers(walk, tmp_path):
+    """A global batch that micro-batches do not divide is exit 3 and says the product."""
+    _, done = run(walk, tmp_path / "run", "--global-batch", 10, "--micro-batch", 4, code=3)
+    assert "10 = 4 x 1 x 2.5" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_not_finite_gradient_stops_without_a_checkpoint(walk, tmp_path):
+    """A NaN latent in the data ends the run with exit 5, the step and its sample numbers, and saves nothing."""
+    cache = tmp_path / "cache"
+    shutil.copytree(walk / "cache", cache)
+    for file in cache.glob("*/latents.bin"):
+        file.write_bytes(b"\xff\x7f" * (file.stat().st_size // 2))
+    _, done = run(walk, tmp_path / "run", "--steps", 2, "--cache", cache, code=5)
+    assert "at step 1, samples 0..11" in done.stderr and not list((tmp_path / "run/checkpoints").iterdir())
