@@ -71,14 +71,16 @@ def parse_args(argv=None):
     add("--grad-checkpoint", type=int, default=0, metavar="K", help="recompute every K-th layer in the backward pass; 0: none, 1: all")
     add("--compile", action="store_true", help="torch.compile each layer")
     # output
-    add("--save-every", type=int, default=500, help="steps between checkpoints; the last step is saved anyway")
+    add("--save-every", type=int, default=500, help="steps between checkpoints, the last step included; 0: save nothing (for measuring)")
     add("--log-every", type=int, default=1, help="steps between log lines")
     add("--dry-run", action="store_true", help="print the plan and stop")
     add("--json", type=Path, help="write the result as JSON to this file")
     args = parser.parse_args(argv)
-    for name in ("steps", "global_batch", "micro_batch", "warmup", "replicate", "save_every", "log_every"):
+    for name in ("steps", "global_batch", "micro_batch", "warmup", "replicate", "log_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
+    if args.save_every < 0:
+        parser.error("--save-every is at least 0")
     if args.lr_cycle <= args.warmup:
         parser.error("--lr-cycle is larger than --warmup")
     return args
@@ -440,11 +442,12 @@ def plan(args) -> dict:
         "batch": f"{args.global_batch} = micro {args.micro_batch} x ranks {world} x accumulation {share // args.micro_batch}",
         "windows": ", ".join(f"{n} {w} ({args.steps * args.global_batch / len(windows) / w:.1f} epochs)" for n, w in windows.items()),
         "memory": f"{console.human_bytes(parameters * 16 * args.replicate / world)} a rank for weights, gradients and Adam, {console.human_bytes(parameters * 4 * args.replicate / world)} for EMA ({args.ema})",
-        "checkpoint": f"{console.human_bytes(parameters * copies)} each, {math.ceil(args.steps / args.save_every)} in all",
+        "checkpoint": f"{console.human_bytes(parameters * copies)} each, {math.ceil(args.steps / args.save_every) if args.save_every else 0} in all",
         "from": resume or f"{source.path} ({source.kind})",
     }.items():
         console_rank0(f"[plan] {key}: {value}")
-    console.need_disk(args.out, parameters * copies, "one checkpoint")
+    if args.save_every:
+        console.need_disk(args.out, parameters * copies, "one checkpoint")
     policy = {
         "robot": manifest["robot"],
         "canvas": manifest["canvas"],
@@ -636,7 +639,7 @@ def train(args, p: dict) -> dict:
             if board:
                 for tag, value in scalars.items():
                     board.add_scalar(tag, value, step + 1)
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+        if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
             t = time.monotonic()
             last = save(args, step + 1, train_state, checkpoint_state(tower, optimizer, ema), p["policy"])
             log(f"[ok] saved: {last} in {time.monotonic() - t:.1f} s")
@@ -684,7 +687,8 @@ def main(argv=None) -> int:
         raise Precondition(f"a checkpoint before step {args.steps}", f"{p['resume']}", "raise --steps to train on")
     result = record(train)(args, p)
     if result.pop("rank") == 0:
-        verify(result, p)
+        if result["checkpoint"]:
+            verify(result, p)
         if args.json:
             console.write_json(args.json, result)
         console.done(STAGE, **result)

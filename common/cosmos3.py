@@ -46,7 +46,7 @@ def materialize(module: nn.Module, device) -> nn.Module:
     """Give a meta module storage on `device`, its values undefined, and recompute the one buffer that no checkpoint holds."""
     module.to_empty(device=device)
     old = module.rotary_emb.inv_freq
-    theta = module.rope_theta ** (torch.arange(0, 2 * old.numel(), 2, dtype=torch.float32) / (2 * old.numel()))
+    theta = module.config.rope_theta ** (torch.arange(0, 2 * old.numel(), 2, dtype=torch.float32) / (2 * old.numel()))
     module.rotary_emb.inv_freq = (1.0 / theta).to(device)
     return module
 
@@ -80,7 +80,7 @@ class UndTower(nn.Module):
         super().__init__()
         self.embed_tokens = transformer.embed_tokens
         self.rotary_emb = transformer.rotary_emb
-        self.rope_theta = transformer.config.rope_theta
+        self.config = transformer.config
         self.heads, self.kv_heads, self.head_dim = (
             transformer.config.num_attention_heads,
             transformer.config.num_key_value_heads,
@@ -215,7 +215,6 @@ class GenTower(nn.Module):
         ):
             setattr(self, name, getattr(transformer, name))
         self.action_modality_embed = transformer.action_modality_embed
-        self.rope_theta = config.rope_theta
         self.checkpoint_every = 0  # recompute every k-th layer in the backward pass; 0: none, 1: all
 
     def forward(
