@@ -26,9 +26,7 @@ LAYERS, HIDDEN = 36, 4096  # Cosmos3-Nano; other sizes are converted, and named 
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=console.HelpFormatter)
     parser.add_argument("--base", type=Path, default=Path("work/models/Cosmos3-Nano"), help="diffusers folder of nvidia/Cosmos3-Nano")
     parser.add_argument("--out", type=Path, default=Path("work/models/Cosmos3-Nano-DCP"), help="DCP folder to write")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")

@@ -38,9 +38,7 @@ def parse_args(argv=None):
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name, text):
-        sub = commands.add_parser(
-            name, help=text, description=text, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False, formatter_class=console.HelpFormatter)
         sub.add_argument("--data", type=Path, default=Path("work/data"), help="folder that holds the suites")
         sub.add_argument("--suites", nargs="+", default=list(LIBERO.suites), help="suite folders")
         sub.add_argument("--dry-run", action="store_true", help="print the plan and stop")

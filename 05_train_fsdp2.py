@@ -42,9 +42,7 @@ CHECKPOINT_COPIES = {"weights": 4, "exp_avg": 4, "exp_avg_sq": 4, "ema": 4}  # b
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=console.HelpFormatter)
     add = parser.add_argument
     add("--base", type=Path, default=Path("work/models/Cosmos3-Nano-DCP"), help="base weights: a DCP or the diffusers folder")
     add("--cache", type=Path, default=Path("work/cache"), help="encoded cache of stage 04")
@@ -168,8 +166,11 @@ class Stream:
         return {k: v if isinstance(v, torch.Tensor) else torch.from_numpy(v) for k, v in tensors.items()}
 
 
-def micro_batches(stream: Stream, first: int, args, rank: int, world: int):
-    """This rank's micro-batches from global sample `first` on, one made ahead in a thread. A step's samples are cut into contiguous shares."""
+def micro_batches(stream: Stream, first: int, args, rank: int, world: int, pin: bool):
+    """This rank's micro-batches from global sample `first` on, one made ahead in a thread. A step's samples are cut into contiguous shares.
+
+    pin: put them into page-locked memory, so that their copy to the GPU waits for nothing.
+    """
     share = args.global_batch // world
 
     def numbers():
@@ -179,11 +180,14 @@ def micro_batches(stream: Stream, first: int, args, rank: int, world: int):
                 yield range(step_first + rank * share + offset, step_first + rank * share + offset + args.micro_batch)
             step_first += args.global_batch
 
+    def make(samples):
+        return {k: v.pin_memory() if pin else v for k, v in stream.batch(samples).items()}
+
     with ThreadPoolExecutor(1) as pool:
         source = numbers()
-        ahead = pool.submit(stream.batch, next(source))
+        ahead = pool.submit(make, next(source))
         while True:
-            ready, ahead = ahead, pool.submit(stream.batch, next(source))
+            ready, ahead = ahead, pool.submit(make, next(source))
             yield ready.result()
 
 
@@ -574,7 +578,7 @@ def train(args, p: dict) -> dict:
     log(f"[ok] start: {time.monotonic() - began:.1f} s, device {device}, compute {dtype}, prompts {len(prompts.length)}")
 
     stream = Stream(args.cache, p["manifest"], p["normalizer"], args.seed)
-    batches = micro_batches(stream, train_state["samples"], args, rank, world)
+    batches = micro_batches(stream, train_state["samples"], args, rank, world, pin=device.type == "cuda")
     parameters = [q for g in optimizer.param_groups for q in g["params"]]
     accumulation = args.global_batch // world // args.micro_batch
     last, last_loss = p["resume"], math.nan
@@ -586,8 +590,9 @@ def train(args, p: dict) -> dict:
         losses = torch.zeros(2, device=device)
         for micro in range(accumulation):
             t = time.monotonic()
-            batch = {k: v.to(device, non_blocking=True) for k, v in next(batches).items()}
+            batch = next(batches)
             waited += time.monotonic() - t
+            batch = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
             # One reduction a step; with one rank there is nothing to save by waiting, only a second copy of the gradients.
             tower.set_requires_gradient_sync(world == 1 or micro == accumulation - 1)
             vision, action = loss_of(tower, batch, prompts, p["manifest"]["fps"], dtype)
@@ -677,12 +682,12 @@ def verify(result: dict, p: dict) -> None:
 
 
 def main(argv=None) -> int:
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     args = parse_args(argv)
     p = plan(args)
     if args.dry_run:
         return 0
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     if p["resume"] and check_resume(p["resume"], p["policy"])["step"] >= args.steps:
         raise Precondition(f"a checkpoint before step {args.steps}", f"{p['resume']}", "raise --steps to train on")
     result = record(train)(args, p)

@@ -30,9 +30,7 @@ CLASS_NAME = "Cosmos3OmniDiffusersPipeline"
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=console.HelpFormatter)
     parser.add_argument("--src", type=Path, required=True, help="checkpoint to convert")
     parser.add_argument("--base", type=Path, default=Path("work/models/Cosmos3-Nano"), help="diffusers folder of the base")
     parser.add_argument("--out", type=Path, required=True, help="model_diffusers folder to write; with --to rlinf, the .pt file")

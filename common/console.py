@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 crash, 2 usage, 3 a precondition is missing, 4 the output 
 5 ran, but its own verification failed.
 """
 
+import argparse
 import json
 import math
 import os
@@ -41,6 +42,13 @@ class VerifyFailed(StageError):
     """The stage ran, but what it wrote does not pass its own check (exit 5)."""
 
     code = EXIT_VERIFY
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default where there is one to show."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
 def say(line: str) -> None:

@@ -11,12 +11,11 @@ import torch
 from conftest import golden
 from hypothesis import given
 from hypothesis import strategies as st
+from stock import DOMAIN, FPS, GRID, stock_forward
 
 from common import cosmos3, keys, tiny
 
 LENGTHS = (137, 10, 64)  # text tokens of the three prompts
-FPS, DOMAIN = 20.0, 5
-GRID = (5, 5, 10)
 
 
 @pytest.fixture(scope="module")
@@ -75,32 +74,7 @@ def ours(model, batch, frames, acts, checkpoint_every=0, compiled=False):
 def theirs(model, batch, i, frames, acts):
     """(vision, action) of sample i from the stock single-sample forward."""
     x, a = noised(batch, frames, acts)
-    n, t = LENGTHS[i], 1000 * float(batch["sigma"][i])
-    noisy_frames, noisy_acts = (~frames[i]).nonzero()[:, 0], (~acts[i]).nonzero()[:, 0]
-    patches = (noisy_frames[:, None] * 50 + torch.arange(50)).flatten()
-    gen = cosmos3.gen_positions(torch.tensor([n]), GRID, 16, FPS)[:, 0]
-    out = model(
-        input_ids=batch["ids"][i],
-        text_indexes=torch.arange(n),
-        position_ids=torch.cat([torch.arange(n).float().expand(3, n), gen], 1),
-        und_len=n,
-        sequence_length=n + 266,
-        vision_tokens=[x[i : i + 1]],
-        vision_token_shapes=[GRID],
-        vision_sequence_indexes=torch.arange(n, n + 250),
-        vision_mse_loss_indexes=n + patches,
-        vision_timesteps=torch.full((len(patches),), t),
-        vision_noisy_frame_indexes=[noisy_frames],
-        action_tokens=[a[i]],
-        action_token_shapes=[(16, 1, 1)],
-        action_sequence_indexes=torch.arange(n + 250, n + 266),
-        action_mse_loss_indexes=n + 250 + noisy_acts,
-        action_timesteps=torch.full((len(noisy_acts),), t),
-        action_noisy_frame_indexes=[noisy_acts],
-        action_domain_ids=[torch.tensor([DOMAIN])],
-        return_dict=False,
-    )
-    return out[0][0][0], out[2][0]
+    return stock_forward(model, batch["ids"][i], x[i : i + 1], a[i], float(batch["sigma"][i]), frames[i], acts[i])
 
 
 # Which frames and actions are given: the policy (frame 0), image to video with a known first action, and inverse dynamics.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import REPO, load_script, run_script
 from safetensors.torch import load_file
-from test_cosmos3 import theirs
+from stock import stock_forward
 
 from common import cosmos3, keys, libero, quantile, weights
 from common.libero import LIBERO
@@ -265,7 +265,7 @@ def test_policy_forward_is_the_trained_models(walk):
     prompts = cosmos3.PromptKV.pad([cosmos3.UndTower(stock)(batch["ids"][0])])
     with torch.no_grad():
         vision, action = ours(x, a, batch["sigma"], prompts, torch.zeros(1, dtype=torch.long), frames, acts, LIBERO.domain_id, 20.0)
-        expected = theirs(stock, batch, 0, frames, acts)
+        expected = stock_forward(stock, batch["ids"][0], x, a[0], 0.7, frames[0], acts[0])
     torch.testing.assert_close(vision[0], expected[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(action[0], expected[1], rtol=0, atol=1e-5)
 

@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--base", type=Path, default=Path("work/synthetic/Cosmos3-Nano"), help="diffusers folder")
     args = parser.parse_args()
     import torch
+    from stock import DOMAIN, FPS, stock_forward
 
     from common import console, cosmos3, weights
 
@@ -39,10 +40,12 @@ def main() -> int:
 
     def ours(dtype):
         prompts = cosmos3.PromptKV.pad([und(i) for i in ids]).to(device)
-        return tower(x.to(dtype), a.to(dtype), sigma, prompts, torch.arange(3, device=device), frames, acts, 5, 20.0)
+        return tower(x.to(dtype), a.to(dtype), sigma, prompts, torch.arange(3, device=device), frames, acts, DOMAIN, FPS)
 
     def theirs(dtype):
-        outputs = [stock_forward(stock, ids[i], x[i : i + 1].to(dtype), a[i].to(dtype), float(sigma[i]), device) for i in range(3)]
+        outputs = [
+            stock_forward(stock, ids[i], x[i : i + 1].to(dtype), a[i].to(dtype), float(sigma[i]), frames[i], acts[i]) for i in range(3)
+        ]
         return torch.stack([o[0] for o in outputs]), torch.stack([o[1] for o in outputs])
 
     def grads(outputs):
@@ -66,38 +69,6 @@ def main() -> int:
         return console.EXIT_VERIFY
     console.done("parity", device=device, layers=config["num_hidden_layers"])
     return 0
-
-
-def stock_forward(model, ids, x, a, sigma: float, device):
-    """One sample through stock diffusers: first frame clean, all actions noisy."""
-    import torch
-
-    from common import cosmos3
-
-    n, index = len(ids), lambda lo, hi: torch.arange(lo, hi, device=device)
-    gen = cosmos3.gen_positions(torch.tensor([n], device=device), (5, 5, 10), 16, 20.0)[:, 0]
-    out = model(
-        input_ids=ids,
-        text_indexes=index(0, n),
-        position_ids=torch.cat([index(0, n).float().expand(3, n), gen], 1),
-        und_len=n,
-        sequence_length=n + 266,
-        vision_tokens=[x],
-        vision_token_shapes=[(5, 5, 10)],
-        vision_sequence_indexes=index(n, n + 250),
-        vision_mse_loss_indexes=index(n + 50, n + 250),
-        vision_timesteps=torch.full((200,), 1000 * sigma, device=device),
-        vision_noisy_frame_indexes=[index(1, 5)],
-        action_tokens=[a],
-        action_token_shapes=[(16, 1, 1)],
-        action_sequence_indexes=index(n + 250, n + 266),
-        action_mse_loss_indexes=index(n + 250, n + 266),
-        action_timesteps=torch.full((16,), 1000 * sigma, device=device),
-        action_noisy_frame_indexes=[index(0, 16)],
-        action_domain_ids=[torch.tensor([5], device=device)],
-        return_dict=False,
-    )
-    return out[0][0][0], out[2][0]
 
 
 if __name__ == "__main__":
