@@ -295,38 +295,62 @@ def make_optimizer(tower, lr: float, steps_done: int):
 
 
 class PowerEMA:
-    """float32 average of this rank's shards, on the device or in host memory. `updates` counts and is saved with the checkpoint."""
+    """float32 average of this rank's shards, on the device or in host memory. `updates` counts and is saved with the checkpoint.
+
+    In host memory the update runs in a thread beside the next step's forward and backward; `wait` before weights or averages are touched.
+    """
 
     def __init__(self, tower, place: str):
+        import torch
         from torch.distributed.device_mesh import init_device_mesh
 
         self.parameters = {keys.to_canonical(n): p for n, p in tower.named_parameters()}
-        self.local = {k: p.detach().to_local().to("cpu" if place == "host" else p.device, copy=True) for k, p in self.parameters.items()}
+        self.weights = [p.detach().to_local() for p in self.parameters.values()]
+        self.averages = [w.to("cpu" if place == "host" else w.device, copy=True) for w in self.weights]
         self.mesh = next(iter(self.parameters.values())).device_mesh  # one for all
+        self.stage = None
         if place == "host" and self.mesh.device_type != "cpu":
             self.mesh = init_device_mesh("cpu", tuple(self.mesh.shape), mesh_dim_names=self.mesh.mesh_dim_names)
+            self.stage = torch.empty(max(w.numel() for w in self.weights), pin_memory=True)
+            self.stream, self.pool, self.pending = torch.cuda.Stream(), ThreadPoolExecutor(1), None
         self.updates = 0
 
     def update(self) -> None:
-        beta = ema_beta(self.updates)
+        """Fold the weights that the optimizer has just written into the average."""
+        import torch
+
+        share = 1 - ema_beta(self.updates)
         self.updates += 1
-        for key, average in self.local.items():
-            average.mul_(beta).add_(self.parameters[key].detach().to_local().to(average.device), alpha=1 - beta)
+        if self.stage is None:
+            torch._foreach_lerp_(self.averages, self.weights, share)
+        else:
+            self.pending = self.pool.submit(self._update_host, share, torch.cuda.current_stream().record_event())
+
+    def _update_host(self, share: float, written) -> None:
+        import torch
+
+        self.stream.wait_event(written)
+        for average, weight in zip(self.averages, self.weights, strict=True):
+            part = self.stage[: weight.numel()].view(weight.shape)
+            with torch.cuda.stream(self.stream):
+                part.copy_(weight, non_blocking=True)
+            self.stream.synchronize()
+            average.lerp_(part, share)
+
+    def wait(self) -> None:
+        """Until the last update is in; raises what went wrong in it."""
+        if self.stage is not None and self.pending:
+            self.pending.result()
+            self.pending = None
 
     def sharded(self) -> dict:
         """The average as DTensors that share its memory, for saving and loading."""
         from torch.distributed.tensor import DTensor
 
+        self.wait()
         return {
-            k: DTensor.from_local(
-                average,
-                self.mesh,
-                self.parameters[k].placements,
-                run_check=False,
-                shape=self.parameters[k].shape,
-                stride=self.parameters[k].stride(),
-            )
-            for k, average in self.local.items()
+            k: DTensor.from_local(average, self.mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            for (k, p), average in zip(self.parameters.items(), self.averages, strict=True)
         }
 
 
@@ -609,6 +633,8 @@ def train(args, p: dict) -> dict:
                 "resume from the last checkpoint; look at the data with 04 check",
             )
         torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
+        if ema:
+            ema.wait()
         optimizer.step()
         optimizer.zero_grad()
         if ema:

@@ -51,9 +51,9 @@ def tensors(checkpoint):
 
 @pytest.fixture(scope="module")
 def straight(walk, tmp_path_factory):
-    """Four steps in one go, one process, a checkpoint at 2 and at 4."""
+    """Four steps in one go, one process, a checkpoint of each."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    losses, _ = run(walk, out, "--steps", 4, "--save-every", 2)
+    losses, _ = run(walk, out, "--steps", 4, "--save-every", 1)
     return out, losses
 
 
@@ -71,7 +71,8 @@ def test_resume_is_bit_exact(walk, straight, tmp_path):
     """Two steps, then a resume to four, equal four steps in one go bit for bit: weights, averages, moments and train state."""
     out = tmp_path / "run"
     shutil.copytree(straight[0], out)
-    shutil.rmtree(out / "checkpoints/global_step_4")
+    for n in (3, 4):
+        shutil.rmtree(out / f"checkpoints/global_step_{n}")
     losses, done = run(walk, out, "--steps", 4, "--save-every", 2, "--resume")
     assert sorted(losses) == [3, 4] and "global_step_2" in done.stdout
     first, second = tensors(straight[0] / "checkpoints/global_step_4"), tensors(out / "checkpoints/global_step_4")
@@ -109,14 +110,20 @@ def test_every_trained_tensor_moved_and_nothing_else_was_saved(walk, straight):
         assert not torch.equal(source.read([name])[name], base.read([base.net[key]])[base.net[key]].float()), key
 
 
-def test_average_after_one_update_is_the_weights(walk, tmp_path):
-    """beta(0) = 0: after the first step the average equals the weights bit for bit; its counter is saved."""
-    run(walk, tmp_path / "run", "--steps", 1)
-    state = tensors(tmp_path / "run/checkpoints/global_step_1")
-    for name, value in state.items():
-        if name.startswith("net."):
-            assert torch.equal(value, state["net_ema." + name.removeprefix("net.")]), name
-    assert json.loads((tmp_path / "run/checkpoints/global_step_1/train.json").read_text())["ema_updates"] == 1
+def test_average_follows_its_recurrence(straight):
+    """The average of step 1 is the weights (beta 0); each later one is beta * before + (1 - beta) * weights, bit for bit; the counter is saved."""
+    before = None
+    for n in (1, 2, 3, 4):
+        checkpoint = straight[0] / f"checkpoints/global_step_{n}"
+        assert json.loads((checkpoint / "train.json").read_text())["ema_updates"] == n
+        state = tensors(checkpoint)
+        average = {k: v for k, v in state.items() if k.startswith("net_ema.")}
+        for name, value in average.items():
+            weight = state[name.replace("net_ema.", "net.")]
+            expected = weight if before is None else before[name].clone().lerp_(weight, 1 - train.ema_beta(n - 1))
+            assert torch.equal(value, expected), (n, name)
+            assert before is None or not torch.equal(value, before[name]), (n, name)
+        before = average
 
 
 def test_fresh_heads_are_drawn_as_the_recipe_says(walk, tmp_path, monkeypatch):
