@@ -14,6 +14,7 @@ Next:   torchrun --nproc-per-node 8 05_train_fsdp2.py --base work/models/Cosmos3
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from common.libero import LIBERO
 STAGE = "04_fetch_libero"
 REPO = "nvidia/LIBERO_LeRobot_v3"
 DATA_BYTES = 4 * 2**30  # the four suites, about 4 GB by the guide
+RANGE_SLACK = 1e-3  # float noise allowed beyond the legal range of an action
 DEMO = Path(__file__).resolve().parent / "tests/data/libero_demo"  # 12 real simulator episodes, 3 a suite
 
 
@@ -58,8 +60,8 @@ def parse_args(argv=None):
     def encode_flags(sub):
         sub.add_argument("--base", type=Path, default=Path("work/models/Cosmos3-Nano"), help="diffusers folder of nvidia/Cosmos3-Nano")
         sub.add_argument("--out", type=Path, default=Path("work/cache"), help="cache folder to write")
-        sub.add_argument("--stats", type=Path, default=quantile.BUILT_IN, help="action stats that training will normalize with")
-        sub.add_argument("--stats-block", choices=quantile.BLOCKS, default="global_raw", help="block of the stats file")
+        sub.add_argument("--stats", type=Path, default=LIBERO.stats_path, help="action stats that training will normalize with")
+        sub.add_argument("--stats-block", choices=quantile.BLOCKS, default=LIBERO.stats_block, help="block of the stats file")
         sub.add_argument("--stride", type=int, default=1, help="frames between the starts of two windows")
         sub.add_argument("--batch", type=int, default=8, help="windows per VAE call")
         sub.add_argument("--device", help="torch device; cuda if there is one")
@@ -201,11 +203,11 @@ def defects(root: Path) -> list[str]:
         episode = int(np.searchsorted(suite.start, frame, "right")) - 1
         return f"episode {episode} frame {frame - suite.start[episode]}"
 
-    for bad, what in (
-        (~np.isfinite(suite.actions).all(-1), "an action is not finite"),
-        ((np.abs(suite.actions[:, :6]) > 1.0001).any(-1), "an action leaves the controller's range [-1, 1]"),
-        ((suite.actions[:, 6] < -1e-3) | (suite.actions[:, 6] > 1 + 1e-3), "a gripper value is not in [0, 1] (1 = open)"),
-    ):
+    checks = [(~np.isfinite(suite.actions).all(-1), "an action is not finite")]
+    for i, (name, least, greatest) in enumerate(LIBERO.action_range):
+        outside = (suite.actions[:, i] < least - RANGE_SLACK) | (suite.actions[:, i] > greatest + RANGE_SLACK)
+        checks.append((outside, f"action channel {name} leaves [{least:g}, {greatest:g}]"))
+    for bad, what in checks:
         if bad.any():
             found.append(f"{root}/data: {what}: {int(bad.sum())} frames, first {where(int(bad.argmax()))}")
     for e in range(len(suite.episodes)):
@@ -234,7 +236,7 @@ def check(args) -> dict:
         if not report[root.name]:
             console.ok(root.name, "no defect: tables, actions and every frame of both cameras")
     total = sum(map(len, report.values()))
-    if args.json:
+    if args.json and args.command == "check":
         console.write_json(args.json, report)
     if total:
         raise VerifyFailed("no defect", f"{total} in {args.data}", "fetch the files named above again")
@@ -250,20 +252,18 @@ def stats(args) -> dict:
     if len(fps) != 1:
         raise Precondition("one frame rate", f"{sorted(fps)} fps", "make stats for each group of suites with --suites")
     console.plan("out", args.out)
-    if args.out.exists() and not args.force:
-        raise OutputExists("no file at --out", f"{args.out} exists", "pass --force to replace it")
+    console.check_output(args.out, args.force)
     if args.dry_run:
         return {}
     rows = []
     for s in suites:
         train, _ = libero.split_episodes(len(s.episodes))
         rows += [LIBERO.encode(s.actions[s.start[e] : s.start[e + 1]]) for e in train]
-    table = quantile.pooled_stats(np.concatenate(rows), slice(3, 9), fps.pop())
+    table = quantile.pooled_stats(np.concatenate(rows), slice(*LIBERO.rotation), fps.pop())
     console.write_json(args.out, table | {"suites": args.suites, "split": "train", "source": "04_fetch_libero.py stats"})
-    ours, theirs = quantile.load_stats(args.out), quantile.load_stats()
-    names = json.loads(quantile.BUILT_IN.read_text())["layout"]
+    ours, theirs = quantile.load_stats(args.out), quantile.load_stats(LIBERO.stats_path, LIBERO.stats_block)
     console.say(f"{'channel':>8} {'q01':>10} {'q99':>10} {'built-in q01':>13} {'q99':>10}")
-    for i, name in enumerate(names):
+    for i, name in enumerate(LIBERO.encoded):
         moved = max(abs(ours.q01[i] - theirs.q01[i]), abs(ours.q99[i] - theirs.q99[i])) > 0.1 * (theirs.q99[i] - theirs.q01[i])
         console.say(
             f"{name:>8} {ours.q01[i]:10.4f} {ours.q99[i]:10.4f} {theirs.q01[i]:13.4f} {theirs.q99[i]:10.4f}{'  moved by more than a tenth of its range' if moved else ''}"
@@ -343,7 +343,8 @@ def encode_clips(vae, mean, inv_std, clips):
         return ((mu - mean) * inv_std)[..., :rows, :columns].contiguous()
 
 
-def encode(args) -> dict:
+def plan_encode(args) -> dict:
+    """What encode will do, all of it checked; writes nothing. `finished`: the cache at --out is the one asked for."""
     import torch
 
     from common import weights
@@ -365,58 +366,22 @@ def encode(args) -> dict:
     texts, places = prompt_table(suites, columns)
     counts = [len(c["start"]) for c in columns]
     nbytes = 2 * int(np.prod(latent_shape)) * sum(counts)
-    for s, n in zip(suites, counts, strict=True):
-        console.plan(s.name, f"{len(s.episodes)} episodes, {len(s.actions)} frames, {n} windows")
-    console.plan("prompts", f"{len(texts)} distinct, the empty one included")
-    console.plan("stats", f"{normalizer.path} block {normalizer.block} sha256 {normalizer.sha256[:12]}")
-    console.plan("latents", f"{console.human_bytes(nbytes)} on {device}")
-    if args.out.exists() and not args.force:
-        raise OutputExists("no folder at --out", f"{args.out} exists", "pass --force to replace it, or another --out")
-    console.need_disk(args.out, nbytes, "the latents")
-    if args.dry_run:
-        return {}
-
-    part = args.out.with_name(args.out.name + ".partial")
-    request = {
-        "base": weights.base_fingerprint(source),
-        "vae": weights.folder_fingerprint(args.base / "vae"),
-        "suites": {s.name: [len(s.episodes), len(s.actions), n] for s, n in zip(suites, counts, strict=True)},
-        "stride": args.stride,
-    }
-    if part.exists() and (
-        args.force or not (part / "request.json").is_file() or json.loads((part / "request.json").read_text()) != request
-    ):
-        if not args.force:
-            raise OutputExists(
-                "an unfinished cache of the same request", f"{part} of another one", "pass --force to start over, or delete it"
-            )
-        shutil.rmtree(part)
-    if not part.exists():
-        part.mkdir(parents=True)
-        console.write_json(part / "request.json", request)
-
-    start = time.monotonic()
-    lengths = encode_prompts(texts, args.base, source, device, part / "prompt_kv.safetensors")
-    console.ok("prompts", f"{len(texts)} prompts of {min(lengths)} to {max(lengths)} tokens")
-    vae = load_vae(args.base / "vae", device)
-    for s, column, place in zip(suites, columns, places, strict=True):
-        encode_suite(s, column, place, part / s.name, latent_shape, vae, args.batch, device)
-    shutil.copy(normalizer.path, part / "stats.json")
     manifest = {
         "version": libero.CACHE_VERSION,
-        "base_fingerprint": request["base"],
-        "vae_fingerprint": request["vae"],
+        "base_fingerprint": weights.base_fingerprint(source),
+        "vae_fingerprint": weights.folder_fingerprint(args.base / "vae"),
         "robot": LIBERO.describe(),
         "canvas": vars(libero.mosaic_canvas(LIBERO)),
         "latent_shape": latent_shape,
         "fps": suites[0].fps,
         "stride": args.stride,
         "stats": {"file": "stats.json", "block": normalizer.block, "sha256": normalizer.sha256},
-        "prompts": [{"text": t, "tokens": n} for t, n in zip(texts, lengths, strict=True)],
+        "prompts": texts,
         "suites": {
             s.name: {
                 "episodes": len(s.episodes),
                 "frames": len(s.actions),
+                "actions_sha256": hashlib.sha256(s.actions.tobytes()).hexdigest(),
                 "windows": n,
                 "val_windows": int(c["val"].sum()),
                 "val_episodes": libero.split_episodes(len(s.episodes))[1],
@@ -424,12 +389,63 @@ def encode(args) -> dict:
             for s, n, c in zip(suites, counts, columns, strict=True)
         },
     }
+    for s, n in zip(suites, counts, strict=True):
+        console.plan(s.name, f"{len(s.episodes)} episodes, {len(s.actions)} frames, {n} windows")
+    console.plan("prompts", f"{len(texts)} distinct, the empty one included")
+    console.plan("stats", f"{normalizer.path} block {normalizer.block} sha256 {normalizer.sha256[:12]}")
+    console.plan("latents", f"{console.human_bytes(nbytes)} on {device}")
+    finished = (args.out / "COMPLETE").is_file() and not args.force and read_json(args.out / "manifest.json") == manifest
+    part = args.out.with_name(args.out.name + ".partial")
+    if not finished:
+        console.check_output(args.out, args.force, ("manifest.json",), (args.base, args.data, *suite_roots(args)))
+        console.need_disk(args.out, nbytes, "the latents")
+    if not finished and part.exists() and read_json(part / "manifest.json") != manifest and not args.force:
+        raise OutputExists("an unfinished cache of the same request", f"{part} of another one", "pass --force to start over, or delete it")
+    return {
+        "suites": suites,
+        "columns": columns,
+        "places": places,
+        "texts": texts,
+        "source": source,
+        "normalizer": normalizer,
+        "manifest": manifest,
+        "device": device,
+        "part": part,
+        "finished": finished,
+        "result": {"out": args.out, "windows": sum(counts), "prompts": len(texts), "bytes": nbytes},
+    }
+
+
+def encode(args, p=None) -> dict:
+    p = p or plan_encode(args)
+    if p["finished"]:
+        console.ok("cache", f"{args.out} is this cache already")
+    if args.dry_run or p["finished"]:
+        return p["result"]
+    part, manifest = p["part"], p["manifest"]
+    start = time.monotonic()
+    if args.force:
+        shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True, exist_ok=True)
     console.write_json(part / "manifest.json", manifest)
-    (part / "COMPLETE").touch()
-    (part / "request.json").unlink()
+    if not (part / "COMPLETE").is_file():
+        lengths = encode_prompts(p["texts"], args.base, p["source"], p["device"], part / "prompt_kv.safetensors")
+        console.ok("prompts", f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens")
+        vae = load_vae(args.base / "vae", p["device"])
+        for s, column, place in zip(p["suites"], p["columns"], p["places"], strict=True):
+            encode_suite(s, column, place, part / s.name, manifest["latent_shape"], vae, args.batch, p["device"])
+        shutil.copy(p["normalizer"].path, part / "stats.json")
+        check_cache(part, manifest)
+        (part / "COMPLETE").touch()
     console.replace_folder(part, args.out)
-    check_cache(args.out)
-    return {"out": args.out, "windows": sum(counts), "prompts": len(texts), "bytes": nbytes, "seconds": round(time.monotonic() - start, 1)}
+    for log in args.out.glob("*/done.txt"):
+        log.unlink()
+    return p["result"] | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def read_json(file: Path):
+    """The content of a JSON file, None if there is none."""
+    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def encode_suite(suite, column, place, folder: Path, latent_shape, vae, batch: int, device) -> None:
@@ -467,37 +483,37 @@ def encode_suite(suite, column, place, folder: Path, latent_shape, vae, batch: i
             log.write(f"{episode}\n")
             log.flush()
             os.fsync(log.fileno())
-    (folder / "done.txt").unlink()
     console.ok(suite.name, f"{n} windows of {len(suite.episodes)} episodes")
 
 
-def check_cache(folder: Path) -> None:
-    """A finished cache opens, and no latent of it is zero or not finite."""
+def check_cache(folder: Path, manifest: dict) -> None:
+    """Every suite of a cache opens, and no latent of it is zero or not finite."""
     import torch
 
-    manifest = libero.read_manifest(folder)
     for name in manifest["suites"]:
         suite = libero.open_cached_suite(folder, manifest, name)
         for i in range(len(suite.latents)):
             latent = torch.from_numpy(np.array(suite.latents[i])).view(torch.bfloat16)
             if not torch.isfinite(latent).all() or not latent.any():
-                raise VerifyFailed("finite latents", f"window {i} of {name} in {folder} is zero or not finite", "encode again with --force")
+                raise VerifyFailed(
+                    "finite latents", f"window {i} of {name} is zero or not finite", "check the base's vae/, then encode again with --force"
+                )
     console.ok("cache", "every latent is finite")
+
+
+def everything(args) -> dict:
+    """fetch, check, encode. A finished cache of the same request needs no second check, which decodes every frame."""
+    result = fetch(args)
+    if args.dry_run and not args.data.is_dir():
+        console.plan("then", "check and encode, which need the data to be planned")
+        return result
+    p = plan_encode(args)
+    return result | ({} if p["finished"] else check(args)) | encode(args, p)
 
 
 def main(argv=None) -> int:
     args = parse_args(argv)
-    if args.command == "all" and args.dry_run and not args.data.is_dir():
-        fetch(args)
-        console.plan("then", "check and encode, which need the data to be planned")
-        return 0
-    result = {}
-    for command in (
-        (fetch, check, encode)
-        if args.command == "all"
-        else ({"fetch": fetch, "check": check, "stats": stats, "encode": encode}[args.command],)
-    ):
-        result |= command(args)
+    result = {"fetch": fetch, "check": check, "stats": stats, "encode": encode, "all": everything}[args.command](args)
     if not args.dry_run:
         if args.json and args.command != "check":  # check writes its report itself, defects or not
             console.write_json(args.json, result)

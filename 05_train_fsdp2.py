@@ -2,12 +2,12 @@
 
 Run:    python 05_train_fsdp2.py --base work/models/Cosmos3-Nano-DCP --cache work/cache --out work/run             (one GPU, or a CPU)
         torchrun --nproc-per-node 8 05_train_fsdp2.py --base work/models/Cosmos3-Nano-DCP --cache work/cache --out work/run
-        add --resume to go on from the newest complete checkpoint of --out
+        add --resume to go on from the newest complete checkpoint of --out (from step 0 if there is none yet)
 Reads:  BASE (a DCP of stage 03, of RLinf or cosmos-framework, or the diffusers folder), CACHE (stage 04 encode)
 Writes: OUT/{args,env,policy,stats}.json, OUT/run.log, OUT/tensorboard/, OUT/checkpoints/global_step_N/ (DCP, policy.json, stats.json, COMPLETE)
 Needs:  common/console.py, common/cosmos3.py, common/keys.py, common/libero.py, common/quantile.py, common/rot6d.py, common/weights.py,
         common/libero_stats_20fps.json; torch, diffusers, safetensors, pyarrow, tensorboard
-Fails:  exit 3: base, cache or disk space is missing, or they do not belong together; exit 4: OUT exists; exit 5: the loss is not finite
+Fails:  exit 3: base, cache or disk space is missing, or they do not belong together; exit 4: OUT exists; exit 5: a gradient is not finite
 Next:   python 06_convert_ckpt.py --src OUT/checkpoints/global_step_N --base work/models/Cosmos3-Nano --out work/policy
 
 The loss of step s depends on (seed, s) alone: sample ids, noise, sigma and prompt dropout come from counters, whatever the number of
@@ -15,6 +15,7 @@ ranks or the micro-batch. Weights, gradients and Adam's moments are float32, the
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -37,7 +38,6 @@ STAGE = "05_train_fsdp2"
 BETAS, EPS, WEIGHT_DECAY, CLIP = (0.9, 0.99), 1e-8, 0.05, 1.0  # the recipe's AdamW; weight decay on every trained tensor
 LR_START = 1e-6  # factor of the first step
 EMA_RATE = 0.1
-ACTION_CHANNELS = 64  # the action heads' width; the robot's own channels come first, the rest is zero
 CHECKPOINT_COPIES = {"weights": 4, "exp_avg": 4, "exp_avg_sq": 4, "ema": 4}  # bytes a parameter
 
 
@@ -77,8 +77,11 @@ def parse_args(argv=None):
     for name in ("steps", "global_batch", "micro_batch", "warmup", "replicate", "log_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
-    if args.save_every < 0:
-        parser.error("--save-every is at least 0")
+    for name in ("save_every", "grad_checkpoint", "seed"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} is at least 0")
+    if not args.lr > 0:
+        parser.error("--lr is positive")
     if args.lr_cycle <= args.warmup:
         parser.error("--lr-cycle is larger than --warmup")
     return args
@@ -116,13 +119,14 @@ class Stream:
     Nothing is stored: sample n is a function of (seed, n).
     """
 
-    def __init__(self, cache: Path, manifest: dict, normalizer, seed: int):
+    def __init__(self, cache: Path, manifest: dict, normalizer, channels: int, seed: int):
         self.suites = [libero.open_cached_suite(cache, manifest, name) for name in manifest["suites"]]
         self.train = [np.flatnonzero(~s.val) for s in self.suites]
         empty = [s.name for s, rows in zip(self.suites, self.train, strict=True) if not len(rows)]
         if empty:
             raise Precondition("training windows in every suite", f"none in {', '.join(empty)}", "encode more episodes, or fewer suites")
         self.shape, self.normalizer, self.seed = tuple(manifest["latent_shape"]), normalizer, seed
+        self.channels = channels  # width of the action heads; the robot's own channels come first, the rest is zero
         self._order: dict[int, tuple[int, np.ndarray]] = {}
 
     def window(self, sample: int) -> tuple[int, int]:
@@ -137,14 +141,14 @@ class Stream:
         return suite, int(self._order[suite][1][position])
 
     def batch(self, samples) -> dict:
-        """CPU tensors of some samples: x0 latents bf16 and actions float32 [B, 16, 64], their noise, sigma float32 [B], prompt int64 [B]."""
+        """CPU tensors of some samples: x0 latents bf16 and actions float32 [B, 16, channels], their noise, sigma float32 [B], prompt int64 [B]."""
         import torch
 
         from common import cosmos3
 
         latents = np.empty((len(samples), *self.shape), np.uint16)
         vision_noise = np.empty(latents.shape, np.float32)
-        actions, action_noise = (np.zeros((len(samples), LIBERO.chunk, ACTION_CHANNELS), np.float32) for _ in range(2))
+        actions, action_noise = (np.zeros((len(samples), LIBERO.chunk, self.channels), np.float32) for _ in range(2))
         sigma, prompt = np.empty(len(samples), np.float32), np.empty(len(samples), np.int64)
         for i, sample in enumerate(samples):
             index, row = self.window(sample)
@@ -419,11 +423,7 @@ def plan(args) -> dict:
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     source = weights.open_source(args.base)
-    if not (source.path / "config.json").is_file():
-        raise Precondition(
-            "config.json beside the base's tensors", f"none in {source.path}", "copy transformer/config.json of nvidia/Cosmos3-Nano there"
-        )
-    config = json.loads((source.path / "config.json").read_text())
+    config = weights.read_config(source)
     manifest = libero.read_manifest(args.cache)
     fingerprint = weights.base_fingerprint(source)
     if manifest["base_fingerprint"] != fingerprint:
@@ -432,7 +432,7 @@ def plan(args) -> dict:
             f"{args.cache} was made with {manifest['base_fingerprint'][:12]}",
             "encode again with this base, or pass the other base",
         )
-    if manifest["robot"] != json.loads(json.dumps(LIBERO.describe())):
+    if manifest["robot"] != LIBERO.describe():
         raise Precondition("a cache of this robot description", f"another one in {args.cache}/manifest.json", "encode again")
     normalizer = quantile.load_stats(args.cache / manifest["stats"]["file"], manifest["stats"]["block"])
     if normalizer.sha256 != manifest["stats"]["sha256"]:
@@ -441,6 +441,7 @@ def plan(args) -> dict:
             f"{normalizer.sha256[:12]} in {normalizer.path}",
             "encode again; the file was changed after the encode",
         )
+    weights.check_safetensors(args.cache / "prompt_kv.safetensors")
     share, rest = divmod(args.global_batch, world)
     if rest or share % args.micro_batch or world % args.replicate:
         raise Precondition(
@@ -455,22 +456,20 @@ def plan(args) -> dict:
         assert (len(names), parameters) == keys.NANO_TRAINED, (len(names), parameters)
     windows = {n: s["windows"] - s["val_windows"] for n, s in manifest["suites"].items()}
     copies = sum(v for k, v in CHECKPOINT_COPIES.items() if k != "ema" or args.ema != "off")
-    resume = args.resume and (newest_checkpoint(args.out) if args.resume == "latest" else Path(args.resume))
-    if args.resume and (resume is None or not (resume / "COMPLETE").is_file()):
-        raise Precondition(
-            "a complete checkpoint to resume from",
-            f"none at {resume or args.out / 'checkpoints'}",
-            "start without --resume, or pass a global_step_N folder with COMPLETE in it",
-        )
-    if args.out.exists() and not args.resume:
-        raise OutputExists("no folder at --out", f"{args.out} exists", "pass --resume to go on with it, or another --out")
+    saves = math.ceil(args.steps / args.save_every) if args.save_every else 0
+    shards = world // args.replicate
+    # Between two reductions a rank holds the whole model's gradients in float32 (one rank reduces at once).
+    whole = parameters * 4 if shards > 1 and share > args.micro_batch else 0
+    resume = find_resume(args)
     for key, value in {
         "trained": f"{len(names)} tensors, {parameters} parameters",
         "groups": ", ".join(f"lr {g['lr']:g} x {len(g['names'])} tensors" for g in keys.param_groups(names, args.lr)),
         "batch": f"{args.global_batch} = micro {args.micro_batch} x ranks {world} x accumulation {share // args.micro_batch}",
         "windows": ", ".join(f"{n} {w} ({args.steps * args.global_batch / len(windows) / w:.1f} epochs)" for n, w in windows.items()),
-        "memory": f"{console.human_bytes(parameters * 16 * args.replicate / world)} a rank for weights, gradients and Adam, {console.human_bytes(parameters * 4 * args.replicate / world)} for EMA ({args.ema})",
-        "checkpoint": f"{console.human_bytes(parameters * copies)} each, {math.ceil(args.steps / args.save_every) if args.save_every else 0} in all",
+        "memory": f"{console.human_bytes(parameters * 16 / shards + whole)} a rank for weights, gradients and Adam, "
+        f"{console.human_bytes(parameters * 4 / shards)} for EMA ({args.ema}), "
+        f"{console.human_bytes((args.cache / 'prompt_kv.safetensors').stat().st_size)} for prompts; activations come on top",
+        "checkpoint": f"{console.human_bytes(parameters * copies)} each, {saves} in all: {console.human_bytes(parameters * copies * saves)}",
         "from": resume or f"{source.path} ({source.kind})",
     }.items():
         console_rank0(f"[plan] {key}: {value}")
@@ -481,11 +480,20 @@ def plan(args) -> dict:
         "canvas": manifest["canvas"],
         "latent_shape": manifest["latent_shape"],
         "fps": manifest["fps"],
-        "prompt": {"format": "json", "system_prompt": False, "example": manifest["prompts"][-1]["text"]},
+        "prompt": {"system_prompt": False, "template": libero.build_prompt("TASK", 0, manifest["fps"])},
         "stats": manifest["stats"],
         "base": {"path": str(args.base), "fingerprint": fingerprint},
         "trained": list(keys.TRAINED),
+        "seed": args.seed,
+        "data": {
+            "vae_fingerprint": manifest["vae_fingerprint"],
+            "stride": manifest["stride"],
+            "suites": manifest["suites"],
+            "prompts_sha256": hashlib.sha256("\n".join(manifest["prompts"]).encode()).hexdigest(),
+        },
     }
+    if resume:
+        check_resume(resume, policy)
     return {
         "source": source,
         "config": config,
@@ -497,8 +505,39 @@ def plan(args) -> dict:
     }
 
 
-def check_resume(checkpoint: Path, policy: dict) -> dict:
-    """The train state of a checkpoint. Raises Precondition with what differs if base, data recipe, stats or trained set have changed."""
+def find_resume(args) -> Path | None:
+    """The checkpoint to go on from; None for a start at step 0. Raises OutputExists or Precondition for a run folder in the way."""
+    newest = newest_checkpoint(args.out)
+    if not args.resume:
+        if args.out.exists():
+            raise OutputExists("no folder at --out", f"{args.out} exists", "pass --resume to go on with it, or another --out")
+        return None
+    if args.resume == "latest":
+        if newest is None:
+            if args.out.exists() and any(args.out.iterdir()) and not (args.out / "args.json").is_file():
+                raise Precondition("a run folder at --out", f"{args.out} is something else", "pass the run's folder, or a new one")
+            if args.out.exists():
+                console_rank0(f"[warn] resume: no complete checkpoint in {args.out}: starting at step 0")
+        return newest
+    place = Path(args.resume)
+    missing = [n for n in ("COMPLETE", "policy.json", "train.json") if not (place / n).is_file()]
+    if missing:
+        raise Precondition(
+            "a complete global_step_N folder", f"{place} without {', '.join(missing)}", "pass another one, or --resume alone for the newest"
+        )
+    if newest and read_step(newest) > read_step(place):
+        raise OutputExists(
+            f"no checkpoint after step {read_step(place)} in --out", f"{newest}", "pass another --out, so that the two branches do not mix"
+        )
+    return place
+
+
+def read_step(checkpoint: Path) -> int:
+    return json.loads((checkpoint / "train.json").read_text())["step"]
+
+
+def check_resume(checkpoint: Path, policy: dict) -> None:
+    """Raises Precondition with what differs if base, data, stats, trained set or seed are not those that the checkpoint was trained with."""
     theirs = json.loads((checkpoint / "policy.json").read_text())
     ours = json.loads(json.dumps(policy))
     for side in (theirs, ours):
@@ -508,9 +547,8 @@ def check_resume(checkpoint: Path, policy: dict) -> dict:
         raise Precondition(
             f"the recipe of {checkpoint}",
             "; ".join(differ),
-            "resume with the base, cache and stats that the run began with, or start a new run",
+            "resume with the base, cache and flags that the run began with, or start a new run",
         )
-    return json.loads((checkpoint / "train.json").read_text())
 
 
 def setup_distributed():
@@ -553,6 +591,7 @@ def environment() -> dict:
 def train(args, p: dict) -> dict:
     import torch
     import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils.tensorboard import SummaryWriter
 
@@ -567,10 +606,27 @@ def train(args, p: dict) -> dict:
         if args.replicate == 1
         else init_device_mesh(device.type, (args.replicate, world // args.replicate), mesh_dim_names=("replicate", "shard"))
     )
+    train_state = {"step": 0, "samples": 0, "ema_updates": 0}
+    if p["resume"]:
+        train_state = json.loads((p["resume"] / "train.json").read_text())
+    tower = build_tower(p["config"], mesh, device, dtype, args)
+    optimizer = make_optimizer(tower, args.lr, train_state["step"])
+    if not p["resume"]:
+        load_base(tower, p["source"], args.seed)
+    ema = PowerEMA(tower, args.ema) if args.ema != "off" else None
+    if p["resume"]:
+        saved = weights.open_source(p["resume"])
+        if ema and not saved.ema:
+            raise Precondition("an EMA in the checkpoint", f"none in {p['resume']}", "resume with --ema off")
+        dcp.load(checkpoint_state(tower, optimizer, ema), storage_reader=saved.reader())
+        if ema:
+            ema.updates = train_state["ema_updates"]
+    prompts = load_prompts(args.cache, p["manifest"]).to(device, dtype)
+    stream = Stream(args.cache, p["manifest"], p["normalizer"], p["config"]["action_dim"], args.seed)
+    batches = micro_batches(stream, train_state["samples"], args, rank, world, pin=device.type == "cuda")
+
+    # From here on the run folder is written: whatever fails to start has left nothing behind.
     log, board = console_rank0, None
-    train_state = (
-        check_resume(p["resume"], p["policy"]) if p["resume"] else {"step": 0, "samples": 0, "updates": 0, "ema_updates": 0, "skipped": 0}
-    )
     if rank == 0:
         (args.out / "checkpoints").mkdir(parents=True, exist_ok=True)
         shutil.copy(p["normalizer"].path, args.out / "stats.json")
@@ -584,25 +640,7 @@ def train(args, p: dict) -> dict:
             console.say(line)
             print(line, file=log_file, flush=True)
 
-    tower = build_tower(p["config"], mesh, device, dtype, args)
-    optimizer = make_optimizer(tower, args.lr, train_state["updates"])
-    if not p["resume"]:
-        load_base(tower, p["source"], args.seed)
-    ema = PowerEMA(tower, args.ema) if args.ema != "off" else None
-    if p["resume"]:
-        import torch.distributed.checkpoint as dcp
-
-        saved = weights.open_source(p["resume"])
-        if ema and not saved.ema:
-            raise Precondition("an EMA in the checkpoint", f"none in {p['resume']}", "resume with --ema off")
-        dcp.load(checkpoint_state(tower, optimizer, ema), storage_reader=saved.reader())
-        if ema:
-            ema.updates = train_state["ema_updates"]
-    prompts = load_prompts(args.cache, p["manifest"]).to(device, dtype)
     log(f"[ok] start: {time.monotonic() - began:.1f} s, device {device}, compute {dtype}, prompts {len(prompts.length)}")
-
-    stream = Stream(args.cache, p["manifest"], p["normalizer"], args.seed)
-    batches = micro_batches(stream, train_state["samples"], args, rank, world, pin=device.type == "cuda")
     parameters = [q for g in optimizer.param_groups for q in g["params"]]
     accumulation = args.global_batch // world // args.micro_batch
     last, last_loss = p["resume"], math.nan
@@ -639,12 +677,9 @@ def train(args, p: dict) -> dict:
         optimizer.zero_grad()
         if ema:
             ema.update()
-        train_state = train_state | {
-            "step": step + 1,
-            "samples": train_state["samples"] + args.global_batch,
-            "updates": train_state["updates"] + 1,
-            "ema_updates": ema.updates if ema else 0,
-        }
+        train_state["step"] = step + 1
+        train_state["samples"] += args.global_batch
+        train_state["ema_updates"] = ema.updates if ema else 0
 
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             dist.all_reduce(losses)
@@ -658,7 +693,7 @@ def train(args, p: dict) -> dict:
                 "train/flow_matching_loss_action": action,
                 "train/grad_norm": norm.item(),
                 "train/learning_rate": args.lr
-                * lr_factor(step + 1, args.warmup, args.lr_cycle),  # as RLinf logs it: after the scheduler's step
+                * lr_factor(step + 1, args.warmup, args.lr_cycle),  # RLinf logs it after the scheduler's step
                 "time/step": seconds,
                 "time/data": waited,
                 "train/samples_per_s": args.global_batch / seconds,
@@ -714,9 +749,11 @@ def main(argv=None) -> int:
         return 0
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    if p["resume"] and check_resume(p["resume"], p["policy"])["step"] >= args.steps:
-        raise Precondition(f"a checkpoint before step {args.steps}", f"{p['resume']}", "raise --steps to train on")
-    result = record(train)(args, p)
+    if p["resume"] and read_step(p["resume"]) >= args.steps:
+        console_rank0(f"[ok] finished: {p['resume']} is at step {read_step(p['resume'])} of {args.steps} already")
+        result = {"out": args.out, "step": read_step(p["resume"]), "checkpoint": p["resume"], "rank": int(os.environ.get("RANK", "0"))}
+    else:
+        result = record(train)(args, p)
     if result.pop("rank") == 0:
         if result["checkpoint"]:
             verify(result, p)

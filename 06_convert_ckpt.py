@@ -20,10 +20,11 @@ import time
 from pathlib import Path
 
 from common import console, keys, quantile, weights
-from common.console import OutputExists, Precondition, VerifyFailed
+from common.console import Precondition, VerifyFailed
 from common.libero import LIBERO, mosaic_canvas
 
 STAGE = "06_convert_ckpt"
+MARKS = ("policy.json", "model_index.json")  # what only an output of this stage has together
 COMPONENTS = ("vae", "text_tokenizer", "scheduler")
 # What RLinf's converter writes and SGLang expects; stock diffusers knows the class as Cosmos3OmniPipeline.
 CLASS_NAME = "Cosmos3OmniDiffusersPipeline"
@@ -43,12 +44,21 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def recipe_of(src: Path) -> tuple[dict, Path]:
+def recipe_of(src) -> tuple[dict, Path]:
     """(policy, stats file) that belong to a checkpoint: what our trainer left beside it, else the published LIBERO recipe, marked as assumed."""
-    folder = src if src.is_dir() else src.parent
-    if (folder / "policy.json").is_file():
+    folder = src.path if src.path.is_dir() else src.path.parent
+    ours = any(n.startswith("optim.") for n in src.info)  # no other container names its moments so
+    missing = [n for n in ("COMPLETE", "policy.json", "stats.json") if not (folder / n).is_file()]
+    if ours and missing:
+        raise Precondition(
+            "a complete checkpoint of stage 05",
+            f"no {', '.join(missing)} in {folder}",
+            "convert another checkpoint, or copy the run's stats.json and policy.json there",
+        )
+    if (folder / "policy.json").is_file() and (folder / "stats.json").is_file():
         return json.loads((folder / "policy.json").read_text()), folder / "stats.json"
-    stats = quantile.load_stats()
+    stats = quantile.load_stats(LIBERO.stats_path, LIBERO.stats_block)
+    console.warn("recipe", f"{src.path} says nothing about its recipe: policy.json will hold the published LIBERO one, marked as assumed")
     policy = {
         "assumed": "the published LIBERO recipe: this checkpoint says nothing about its own",
         "robot": LIBERO.describe(),
@@ -57,6 +67,17 @@ def recipe_of(src: Path) -> tuple[dict, Path]:
         "stats": {"file": "stats.json", "block": stats.block, "sha256": stats.sha256},
     }
     return policy, stats.path
+
+
+def identity(src) -> dict:
+    """What tells one source from another without reading it: its place and the time at which it was written."""
+    file = next((f for f in (src.path / ".metadata", src.path / weights.INDEX) if f.is_file()), src.path)
+    return {"path": str(src.path.resolve()), "mtime_ns": file.stat().st_mtime_ns}
+
+
+def read_json(file: Path):
+    """The content of a JSON file, None if there is none."""
+    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def equal_after_cast(a, a_name: str, b, b_name: str) -> bool:
@@ -72,7 +93,7 @@ def plan(args) -> dict:
     src, base = weights.open_source(args.src), weights.open_source(args.base)
     if base.kind != "diffusers":
         raise Precondition("a diffusers folder as --base", f"{base.kind} at {base.path}", "pass the folder that 02_cache_models.py fetched")
-    config = json.loads((base.path / "config.json").read_text())
+    config = weights.read_config(base)
     sound = any(map(keys.is_sound, src.net))
     names = [k for k in keys.rename_table(config["num_hidden_layers"], sound) if k in base.net]
     trained = keys.trained(names)
@@ -96,7 +117,7 @@ def plan(args) -> dict:
             f"{len(wrong)} differ, first {wrong[0]}: {shapes[0]} against {shapes[1]}",
             "pass the base that this checkpoint was trained from",
         )
-    policy, stats = recipe_of(args.src)
+    policy, stats = recipe_of(src)
     fingerprint = weights.base_fingerprint(base)
     if policy.get("base", {}).get("fingerprint", fingerprint) != fingerprint:
         raise Precondition(
@@ -104,12 +125,6 @@ def plan(args) -> dict:
             f"{fingerprint[:12]} at {args.base}",
             "pass the base that this checkpoint was trained from",
         )
-    if (
-        args.weights == "ema"
-        and (args.src / "train.json").is_file()
-        and not json.loads((args.src / "train.json").read_text())["ema_updates"]
-    ):
-        raise Precondition("an EMA with at least one update", f"none in {args.src}", "pass --weights net")
     if args.weights == "ema":  # an average that never saw the base holds random frozen tensors; the norms tell
         stale = [
             k
@@ -135,9 +150,13 @@ def plan(args) -> dict:
         f"{sum(o is src for o, _ in origin.values())} tensors ({args.weights}); from base: {sum(o is base for o, _ in origin.values())}; sound {'kept' if sound else 'left out'}",
     )
     console.plan("out", f"{args.out}, {len(names)} tensors, {console.human_bytes(nbytes)} in bf16, as {args.to}")
-    if args.out.exists() and not args.force:
-        raise OutputExists("nothing at --out", f"{args.out} exists", "pass --force to replace it, or another --out")
-    console.need_disk(args.out, nbytes * (3 if args.to == "rlinf" and src.ema else 1), "the output")
+    policy = policy | {"weights": args.weights, "class_name": args.class_name, "source": identity(src)}
+    finished = (
+        args.to == "diffusers" and not args.force and (args.out / "COMPLETE").is_file() and read_json(args.out / "policy.json") == policy
+    )
+    if not finished:
+        console.check_output(args.out, args.force, MARKS if args.to == "diffusers" else (), (args.base, args.src))
+        console.need_disk(args.out, nbytes * (3 if args.to == "rlinf" and src.ema else 1), "the output")
     if args.to == "diffusers":
         absent = [c for c in COMPONENTS if not (args.base / c).is_dir()]
         if absent:
@@ -156,6 +175,7 @@ def plan(args) -> dict:
         "policy": policy,
         "stats": stats,
         "bytes": nbytes,
+        "finished": finished,
     }
 
 
@@ -196,7 +216,7 @@ def write_diffusers(args, p: dict) -> None:
     index = {k: v for k, v in index.items() if k in (*COMPONENTS, "transformer", "_diffusers_version")} | {"_class_name": args.class_name}
     (tmp / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     shutil.copy(p["stats"], tmp / "stats.json")
-    console.write_json(tmp / "policy.json", p["policy"] | {"weights": args.weights, "source": str(args.src)})
+    console.write_json(tmp / "policy.json", p["policy"])
     verify(tmp, p)
     (tmp / "COMPLETE").touch()
     console.replace_folder(tmp, args.out)
@@ -264,7 +284,10 @@ def main(argv=None) -> int:
     if args.dry_run:
         return 0
     start = time.monotonic()
-    (write_diffusers if args.to == "diffusers" else write_rlinf)(args, p)
+    if p["finished"]:
+        console.ok("out", f"{args.out} is this policy already")
+    else:
+        (write_diffusers if args.to == "diffusers" else write_rlinf)(args, p)
     result = {"out": args.out, "tensors": len(p["names"]), "weights": args.weights, "seconds": round(time.monotonic() - start, 1)}
     if args.to == "diffusers":
         console.say(

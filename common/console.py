@@ -112,6 +112,26 @@ def need_disk(path: Path, nbytes: int, what: str) -> None:
         )
 
 
+def check_output(out: Path, force: bool, marks: tuple[str, ...] = (), inputs: tuple[Path, ...] = ()) -> None:
+    """May `out` be written? It may if nothing is there. With `force` it may replace an earlier output of the same stage: a folder
+    that holds all of `marks`, or, without marks, a file.
+
+    Raises OutputExists otherwise, and Precondition if `out` is or holds one of the inputs, whatever `force` says.
+    """
+    place = Path(out).resolve()
+    for one in inputs:
+        given = Path(one).resolve()
+        if place == given or place in given.parents:
+            raise Precondition("an output apart from the inputs", f"--out {out} and input {one}", "pass another --out")
+    if not place.exists():
+        return
+    if not force:
+        raise OutputExists("nothing at --out", f"{out} exists", "pass --force to replace it, or another --out")
+    if not (all((place / m).is_file() for m in marks) if marks else place.is_file()):
+        kind = f"a folder with {' and '.join(marks)}" if marks else "a file"
+        raise OutputExists(f"an earlier output of this stage ({kind}) at --out", f"{out} is something else", "pass another --out")
+
+
 def replace_folder(new: Path, place: Path) -> None:
     """Rename a finished folder to its place. A folder that stood there is moved aside first and deleted last."""
     new, place = Path(new), Path(place)

@@ -39,20 +39,38 @@ class Embodiment:
     camera_size: int  # every view is resized to this square before the mosaic, pixels
     framing: str  # the prompt's sentences on the camera views
     action_key: str
-    action_dim: int  # stored channels
-    raw_action_dim: int  # encoded channels: position 0:3, rot6d 3:9, gripper 9
-    encode: Callable  # stored [..., action_dim] -> encoded [..., raw_action_dim]
+    action_range: tuple[tuple[str, float, float], ...]  # stored channels: name, least and greatest legal value
+    encoded: tuple[str, ...]  # channels that the model sees, by name
+    position: tuple[int, int]  # encoded channels from, to; metres or controller units a frame
+    rotation: tuple[int, int]  # encoded channels from, to; rot6d
+    gripper: int  # encoded channel
+    encode: Callable  # stored [..., channels] -> encoded [..., channels]
     decode: Callable  # the inverse
     chunk: int  # actions per window; a window has chunk + 1 frames
-    fps: float  # the frame rate that the recipe and the built-in stats are for
+    fps: float  # the frame rate that the recipe and its stats are for
+    stats: str  # action stats file beside this module
+    stats_block: str
 
     @property
     def frames(self) -> int:
         return self.chunk + 1
 
+    @property
+    def action_dim(self) -> int:
+        return len(self.action_range)
+
+    @property
+    def raw_action_dim(self) -> int:
+        return len(self.encoded)
+
+    @property
+    def stats_path(self) -> Path:
+        return Path(__file__).with_name(self.stats)
+
     def describe(self) -> dict:
         """The JSON-ready part, for manifests and policy.json."""
-        return {k: v for k, v in asdict(self).items() if not callable(v)}
+        values = {k: v for k, v in asdict(self).items() if not callable(v)}
+        return json.loads(json.dumps(values | {"raw_action_dim": self.raw_action_dim}))
 
 
 LIBERO = Embodiment(
@@ -64,12 +82,18 @@ LIBERO = Embodiment(
     framing="This video contains concatenated views from multiple camera perspectives. "
     "The left half shows the third-person view; the right half shows the wrist-mounted camera.",
     action_key="action",
-    action_dim=7,
-    raw_action_dim=10,
+    # Controller commands; the rotation is an axis-angle step. Gripper: 1 = open, 0 = closed.
+    action_range=(*((name, -1.0, 1.0) for name in ("dx", "dy", "dz", "rx", "ry", "rz")), ("gripper", 0.0, 1.0)),
+    encoded=("dx", "dy", "dz", "R00", "R10", "R20", "R01", "R11", "R21", "gripper"),
+    position=(0, 3),
+    rotation=(3, 9),
+    gripper=9,
     encode=rot6d.encode_action,
     decode=rot6d.decode_action,
     chunk=16,
     fps=20.0,
+    stats="libero_stats_20fps.json",
+    stats_block="global_raw",
 )
 
 
@@ -131,15 +155,16 @@ def mosaic(views, size: int):
 # ---------------------------------------------------------------- prompt
 
 
-def idle_frames(action, fps: float) -> int:
-    """Frames of a chunk [n, 7 or 10] (not normalized) that stand still: small position step, small rotation, unchanged gripper, in runs of 3 or more."""
-    action = np.asarray(action, np.float64)
-    vector = action[:, 3:6] if action.shape[-1] == 7 else rot6d.rot6d_to_axis_angle(action[:, 3:9])
-    angle = np.linalg.norm(rot6d.matrix_to_axis_angle(rot6d.axis_angle_to_matrix(vector)), axis=-1)
-    gripper = np.abs(np.diff(action[:, -1], prepend=action[:1, -1]))
-    still = (
-        (np.linalg.norm(action[:, :3], axis=-1) < IDLE_POSITION / fps) & (angle < np.deg2rad(IDLE_DEGREES) / fps) & (gripper < IDLE_GRIPPER)
-    )
+def idle_frames(encoded, fps: float, robot: Embodiment = LIBERO) -> int:
+    """Frames of a chunk that stand still: small position step, small rotation, unchanged gripper, in runs of 3 or more.
+
+    encoded: [n, raw_action_dim], as `robot.encode` gives it, not normalized.
+    """
+    action = np.asarray(encoded, np.float64)
+    step = np.linalg.norm(action[:, slice(*robot.position)], axis=-1)
+    angle = np.linalg.norm(rot6d.rot6d_to_axis_angle(action[:, slice(*robot.rotation)]), axis=-1)
+    gripper = np.abs(np.diff(action[:, robot.gripper], prepend=action[:1, robot.gripper]))
+    still = (step < IDLE_POSITION / fps) & (angle < np.deg2rad(IDLE_DEGREES) / fps) & (gripper < IDLE_GRIPPER)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], still, [False]])))
     runs = edges[1::2] - edges[::2]
     return int(runs[runs >= IDLE_RUN].sum())
@@ -289,11 +314,12 @@ def windows(suite: Suite, robot: Embodiment = LIBERO, stride: int = 1) -> dict[s
     _, val = split_episodes(len(suite.episodes))
     rows = [(e, s) for e in range(len(suite.episodes)) for s in range(suite.start[e], suite.start[e + 1] - robot.chunk, stride)]
     episode, start = np.array(rows, np.int32).reshape(-1, 2).T
+    encoded = robot.encode(suite.actions)
     return {
         "episode": episode,
         "start": start,
         "task": suite.task[start].astype(np.int32),
-        "idle": np.array([idle_frames(suite.actions[s : s + robot.chunk], suite.fps) for s in start], np.int32),
+        "idle": np.array([idle_frames(encoded[s : s + robot.chunk], suite.fps, robot) for s in start], np.int32),
         "val": np.isin(episode, val),
     }
 
@@ -351,7 +377,7 @@ def open_cached_suite(folder: Path, manifest: dict, name: str) -> CachedSuite:
     root = Path(folder) / name
     table = pq.read_table(root / "windows.parquet")
     shape = (table.num_rows, *manifest["latent_shape"])
-    size = (root / "latents.bin").stat().st_size
+    size = (root / "latents.bin").stat().st_size if (root / "latents.bin").is_file() else 0
     if size != 2 * int(np.prod(shape)):
         raise Precondition(f"{2 * int(np.prod(shape))} bytes in {root / 'latents.bin'}", f"{size}", "encode again with --force")
     column = {c: table[c].to_numpy().astype(np.int64) for c in ("start", "prompt", "variants")}

@@ -72,11 +72,6 @@ class QuantileStats:
         elif abs(self.fps - fps) > 1e-6:
             raise Precondition(f"action stats at the data's {fps:g} fps", f"{self.path} at {self.fps:g} fps", MAKE)
 
-    def _checked(self, array):
-        if array.shape[-1] != len(self.q01):
-            raise ValueError(f"stats {self.path} hold {len(self.q01)} channels; the action has shape {tuple(array.shape)}")
-        return array
-
 
 def load_stats(path: Path = BUILT_IN, block: str = "global_raw") -> QuantileStats:
     """Read one block of a stats file. Raises Precondition naming the file, what is missing and the keys seen."""

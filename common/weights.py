@@ -266,6 +266,17 @@ def _open_pt(file: Path) -> Source:
     return Source("pt", file, *_classify(info, file), info, lambda names: {n: tensors[n] for n in names}, {})
 
 
+def read_config(source: Source) -> dict:
+    """The transformer's config.json, which lies beside the tensors. Raises Precondition if it is absent or broken."""
+    file = source.path / "config.json"
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise Precondition(
+            "transformer/config.json beside the tensors", f"{type(error).__name__} at {file}", "copy it from nvidia/Cosmos3-Nano"
+        ) from error
+
+
 def drop_metadata_path(folder: Path) -> None:
     """Take the absolute path that torch pickles into .metadata out again: it names the machine and ties the file to a Python version."""
     file = Path(folder) / ".metadata"
@@ -297,9 +308,9 @@ def base_fingerprint(source: Source) -> str:
 
     03_base_to_dcp.py leaves it in base.json beside the DCP, since reading every tensor of a DCP takes minutes at Nano size.
     """
-    for sidecar in (source.path / BASE_NOTE, source.path.parent / BASE_NOTE):
-        if source.kind == "dcp" and sidecar.is_file():
-            return json.loads(sidecar.read_text())["fingerprint"]
+    note = source.path.parent / BASE_NOTE
+    if source.kind == "dcp" and source.path.name == "model" and note.is_file():
+        return json.loads(note.read_text())["fingerprint"]
     names = sorted(k for k in source.net if not keys.is_sound(k))
     return fingerprint((k, source.read([source.net[k]])[source.net[k]]) for k in names)
 

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,10 +65,8 @@ def test_latent_size_crops_the_padding():
 
 @pytest.mark.parametrize("case", GOLDEN["idle_frames"], ids=lambda c: f"{c['fps']:g}fps-{c['idle_frames']}-of-{len(c['action7'])}")
 def test_idle_frames_equal_the_reference(case):
-    """The idle count is the reference's, from 7-D and from encoded 10-D actions alike."""
-    action = np.array(case["action7"])
-    assert libero.idle_frames(action, case["fps"]) == case["idle_frames"]
-    assert libero.idle_frames(rot6d.encode_action(action), case["fps"]) == case["idle_frames"]
+    """The idle count is the reference's."""
+    assert libero.idle_frames(rot6d.encode_action(np.array(case["action7"])), case["fps"]) == case["idle_frames"]
 
 
 def test_token_ids_with_qwens_own_vocabulary():
@@ -172,12 +171,41 @@ def test_v2_data_is_refused_by_version(tmp_path):
         libero.read_suite(tmp_path / "s")
 
 
-def test_another_robot_is_another_value():
-    """A robot with one square camera and a longer chunk needs a value, no code: its prompt, canvas and windows follow."""
-    from dataclasses import replace
+def test_another_robot_is_another_value(tmp_path):
+    """A robot with one square camera, a base that moves, another gripper channel and a longer chunk needs a value, no code."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    robot = replace(LIBERO, name="other", domain_id=8, cameras=("cam",), framing="One camera.", chunk=32, fps=10.0)
+    def encode(a):  # stored: gripper, base velocity, position, axis-angle
+        return np.concatenate([a[..., 2:5], rot6d.axis_angle_to_rot6d(a[..., 5:8]), a[..., :2]], -1)
+
+    robot = replace(
+        LIBERO,
+        name="other",
+        domain_id=8,
+        cameras=("cam",),
+        framing="One camera.",
+        action_range=(("gripper", 0.0, 1.0), ("base", -2.0, 2.0), *LIBERO.action_range[:6]),
+        encoded=(*LIBERO.encoded[:9], "gripper", "base"),
+        encode=encode,
+        chunk=32,
+        fps=10.0,
+    )
+    assert (robot.action_dim, robot.raw_action_dim) == (8, 11) and json.dumps(robot.describe())
     prompt = json.loads(libero.build_prompt("lift it", 0, 10.0, robot))
     assert prompt["actions"][0] == {"time": "0:00-0:03", "description": "lift it.", "idle_frame": "0 out of 32."}
     assert prompt["resolution"] == {"H": 256, "W": 256} and prompt["aspect_ratio"] == "1,1" and prompt["duration"] == "3s"
-    assert len(libero.windows(libero.read_suite(DEMO / "libero_goal"), robot)["start"]) == 391 - 3 * 32
+
+    root = shutil.copytree(DEMO / "libero_goal", tmp_path / "other")
+    file = next((root / "data").rglob("*.parquet"))
+    table = pq.read_table(file)
+    old = np.stack(table["action"].to_numpy())
+    stored = np.concatenate([old[:, 6:], np.zeros_like(old[:, :1]), old[:, :6]], -1).astype(np.float32)
+    stored[:60, 0], stored[20:60, 2:] = 1, 0  # stands still for 40 frames
+    pq.write_table(table.set_column(table.schema.get_field_index("action"), "action", pa.array(list(stored))), file)
+    episodes = next((root / "meta/episodes").rglob("*.parquet"))
+    table = pq.read_table(episodes)
+    pq.write_table(table.rename_columns([c.replace(LIBERO.cameras[0], "cam") for c in table.column_names]), episodes)
+    windows = libero.windows(libero.read_suite(root, robot), robot)
+    assert len(windows["start"]) == 391 - 3 * 32
+    assert windows["idle"][0] == 12 and windows["idle"][20] == 32  # frames 0..31 hold 20..31; 20..51 stand still throughout

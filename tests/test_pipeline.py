@@ -5,13 +5,16 @@ One `run_all.sh --tiny` serves all tests here (fixture `walk`).
 
 import filecmp
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import REPO, load_script, run_script
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stock import stock_forward
 
 from common import cosmos3, keys, libero, quantile, weights
@@ -56,35 +59,47 @@ def test_data_lies_as_the_download_would(walk):
         assert len(match) == len(files) >= 6 and not mismatch and not errors
 
 
-def test_rerun_skips_what_is_finished(walk):
-    """A second run over a finished work folder ends quickly, trains nothing, and prints the same seven [done] stages."""
-    import os
-    import subprocess
-    import sys
-
-    before = sorted(p for p in (walk / "run/checkpoints").rglob("*"))
-    env = {**os.environ, "VENV": sys.prefix}
-    run = subprocess.run(
-        ["./run_all.sh", "--tiny", "--work", str(walk)], check=False, cwd=REPO, env=env, capture_output=True, text=True, timeout=120
+def run_all(*flags, timeout=120):
+    command = [str(REPO / "run_all.sh"), *map(str, flags)]
+    return subprocess.run(
+        command, check=False, cwd=REPO, env={**os.environ, "VENV": sys.prefix}, capture_output=True, text=True, timeout=timeout
     )
+
+
+def test_rerun_leaves_what_is_finished(walk):
+    """A second run over a finished work folder trains and writes nothing, and prints the same seven [done] stages."""
+    watched = [walk / n for n in ("models", "cache", "run/checkpoints", "policy")]
+    before = [(p, p.stat().st_mtime_ns) for folder in watched for p in sorted(folder.rglob("*"))]
+    run = run_all("--tiny", "--work", walk)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count("[done]") == 7 and run.stdout.count("(finished before)") == 4 and "[step]" not in run.stdout
-    assert sorted(p for p in (walk / "run/checkpoints").rglob("*")) == before
+    assert run.stdout.count("[done]") == 7 and "[step]" not in run.stdout
+    assert [(p, p.stat().st_mtime_ns) for folder in watched for p in sorted(folder.rglob("*"))] == before
+
+
+def test_finished_output_of_other_settings_stops(walk):
+    """The other weights asked for where a policy of the average lies, another stride where a cache lies: exit 4, and all as it was."""
+    base = walk / "models/Cosmos3-Nano"
+    for argv, file in (
+        (
+            ["06_convert_ckpt.py", "--src", walk / LAST, "--base", base, "--out", walk / POLICY, "--weights", "net"],
+            walk / POLICY / "policy.json",
+        ),
+        (
+            ["04_fetch_libero.py", "encode", "--data", walk / "data", "--base", base, "--out", walk / "cache", "--stride", 8],
+            walk / "cache/manifest.json",
+        ),
+    ):
+        before = file.read_bytes()
+        run = run_script(*argv)
+        assert run.returncode == 4 and "--force" in run.stderr and file.read_bytes() == before
 
 
 def test_run_all_stops_at_the_first_failure(tmp_path):
-    """With a base that is no base, run_all.sh ends non-zero at stage 03 and starts no later stage."""
-    import os
-    import subprocess
-    import sys
-
+    """With a base that is no base, run_all.sh ends with stage 03's exit code and starts no later stage."""
     (tmp_path / "nothing").mkdir()
-    command = ["./run_all.sh", "--tiny", "--work", str(tmp_path / "w"), "--base", str(tmp_path / "nothing")]
-    run = subprocess.run(
-        command, check=False, cwd=REPO, env={**os.environ, "VENV": sys.prefix}, capture_output=True, text=True, timeout=120
-    )
+    run = run_all("--tiny", "--work", tmp_path / "w", "--base", tmp_path / "nothing")
     assert run.returncode == 3 and "[FAIL] 03_base_to_dcp" in run.stderr
-    assert "[done] 02_cache_models" in run.stdout and "[plan] suites" not in run.stdout
+    assert "[done] 01_check_env" in run.stdout and "[plan] suites" not in run.stdout
 
 
 # ---------------------------------------------------------------- encoded cache
@@ -117,48 +132,93 @@ def test_cached_actions_are_as_stored(walk):
 def test_cached_prompts_are_the_understanding_tower(walk):
     """The keys and values of one prompt equal the tower run on its token ids; the first prompt is the empty one of 10 tokens."""
     base, manifest = walk / "models/Cosmos3-Nano", libero.read_manifest(walk / "cache")
-    assert manifest["prompts"][0] == {"text": "", "tokens": 10}
+    assert manifest["prompts"][0] == ""
     tower = cosmos3.UndTower(cosmos3.build_transformer(json.loads((base / "transformer/config.json").read_text()))).bfloat16()
     weights.load_module(cosmos3.materialize(tower, "cpu"), weights.open_source(base))
-    ids = libero.prompt_ids(libero.load_tokenizer(base / "text_tokenizer"), manifest["prompts"][3]["text"])
+    ids = libero.prompt_ids(libero.load_tokenizer(base / "text_tokenizer"), manifest["prompts"][3])
     k, v = tower(torch.from_numpy(ids))
     stored = load_file(walk / "cache/prompt_kv.safetensors")
+    assert stored["k.0"].shape[1] == 10
     torch.testing.assert_close(stored["k.3"], k, rtol=0, atol=0)
     torch.testing.assert_close(stored["v.3"], v, rtol=0, atol=0)
 
 
 def test_interrupted_encode_resumes_to_the_same_bytes(walk, tmp_path, monkeypatch):
-    """Stopped in the middle of a suite and run again, encode keeps the finished episodes and ends with the same latents."""
+    """Stopped in the middle of the second suite and run again, encode redoes no finished episode of either and ends with the same latents."""
     encode = load_script("04_fetch_libero")
-    argv = [
-        "encode",
-        "--data",
-        str(walk / "data"),
-        "--suites",
-        "libero_goal",
-        "--base",
-        str(walk / "models/Cosmos3-Nano"),
-        "--stride",
-        "16",
-    ]
+    suites = ["libero_goal", "libero_object"]
+    argv = ["encode", "--data", str(walk / "data"), "--suites", *suites, "--base", str(walk / "models/Cosmos3-Nano"), "--stride", "16"]
     argv += ["--out", str(tmp_path / "cache")]
-    real, seen = libero.episode_frames, []
+    real, seen, again = libero.episode_frames, [], []
 
     def frames(suite, episode, *rest):
-        if len(seen) == 2:
+        if len(seen) == 4:
             raise KeyboardInterrupt
-        seen.append(episode)
+        seen.append((suite.name, episode))
         return real(suite, episode, *rest)
 
     monkeypatch.setattr(libero, "episode_frames", frames)
     with pytest.raises(KeyboardInterrupt):
         encode.main(argv)
     assert not (tmp_path / "cache").exists()
-    again = []
-    monkeypatch.setattr(libero, "episode_frames", lambda suite, episode, *rest: again.append(episode) or real(suite, episode, *rest))
+    monkeypatch.setattr(libero, "episode_frames", lambda suite, e, *rest: again.append((suite.name, e)) or real(suite, e, *rest))
     assert encode.main(argv) == 0
-    assert seen == [0, 1] and again == [2]
-    assert (tmp_path / "cache/libero_goal/latents.bin").read_bytes() == (walk / "cache/libero_goal/latents.bin").read_bytes()
+    assert seen == [("libero_goal", 0), ("libero_goal", 1), ("libero_goal", 2), ("libero_object", 0)]
+    assert again == [("libero_object", 1), ("libero_object", 2)]
+    for suite in suites:
+        assert (tmp_path / f"cache/{suite}/latents.bin").read_bytes() == (walk / f"cache/{suite}/latents.bin").read_bytes()
+        assert not (tmp_path / f"cache/{suite}/done.txt").exists()
+    assert encode.main(argv) == 0 and len(again) == 2  # the same request again: nothing to do
+
+
+def test_encode_never_calls_bad_latents_complete(walk, tmp_path):
+    """A VAE with NaN weights: exit 5, and no folder with COMPLETE that a later stage could take for a cache."""
+    base = shutil.copytree(walk / "models/Cosmos3-Nano", tmp_path / "base")
+    file = next((base / "vae").glob("*.safetensors"))
+    save_file({k: torch.full_like(v, torch.nan) for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    argv = [
+        "04_fetch_libero.py",
+        "encode",
+        "--data",
+        walk / "data",
+        "--suites",
+        "libero_goal",
+        "--base",
+        base,
+        "--stride",
+        64,
+        "--out",
+        tmp_path / "cache",
+    ]
+    run = run_script(*argv)
+    assert run.returncode == 5 and "not finite" in run.stderr and not list(tmp_path.rglob("COMPLETE"))
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "out"),
+    [
+        ("03_base_to_dcp.py", ["--base", "{base}"], "{base}"),
+        ("03_base_to_dcp.py", ["--base", "{base}"], "{home}"),
+        ("04_fetch_libero.py", ["encode", "--data", "{data}", "--base", "{base}"], "{data}"),
+        ("04_fetch_libero.py", ["encode", "--data", "{data}", "--base", "{base}"], "{base}"),
+        ("06_convert_ckpt.py", ["--src", "{run}", "--base", "{base}"], "{base}"),
+        ("06_convert_ckpt.py", ["--src", "{run}", "--base", "{base}"], "{run}"),
+        ("06_convert_ckpt.py", ["--src", "{run}", "--base", "{base}"], "{mine}"),
+    ],
+)
+def test_force_never_deletes_an_input_or_a_strangers_folder(walk, tmp_path, script, flags, out):
+    """--force with --out at an input, above one, or at a folder that this stage did not write: refused, every byte still there."""
+    home = tmp_path / "home"
+    places = {"home": home, "base": home / "base", "data": home / "data", "run": home / "run", "mine": home / "mine"}
+    shutil.copytree(walk / "models/Cosmos3-Nano", places["base"])
+    shutil.copytree(walk / "data", places["data"])
+    shutil.copytree(walk / LAST, places["run"])
+    places["mine"].mkdir()
+    (places["mine"] / "thesis.txt").write_text("keep")
+    before = sorted((p, p.stat().st_size) for p in home.rglob("*"))
+    run = run_script(script, *(f.format(**places) for f in flags), "--out", out.format(**places), "--force")
+    assert run.returncode in (3, 4) and "[FAIL]" in run.stderr and "Traceback" not in run.stderr
+    assert sorted((p, p.stat().st_size) for p in home.rglob("*")) == before
 
 
 def test_missing_suite_is_an_error(walk, tmp_path):
@@ -189,7 +249,13 @@ def test_check_names_every_defect(walk, tmp_path):
         "04_fetch_libero.py", "check", "--data", tmp_path / "data", "--suites", "libero_goal", "--json", tmp_path / "report.json"
     )
     assert run.returncode == 5
-    for text in ("not finite: 1 frames, first episode 0 frame 5", "not in [0, 1]", "episode 1 frame 74", "390 frames", "episode 2 in"):
+    for text in (
+        "not finite: 1 frames, first episode 0 frame 5",
+        "gripper leaves [0, 1]",
+        "episode 1 frame 74",
+        "390 frames",
+        "episode 2 in",
+    ):
         assert text in run.stdout, (text, run.stdout)
     assert len(json.loads((tmp_path / "report.json").read_text())["libero_goal"]) == run.stdout.count("[FAIL]")
 
@@ -301,8 +367,6 @@ def test_rlinf_file_converts_to_the_same_policy(walk, tmp_path):
 
 def test_convert_refuses_another_base(walk, tmp_path):
     """A base whose weights changed is refused by fingerprint before anything is written (exit 3)."""
-    from safetensors.torch import save_file
-
     other = shutil.copytree(walk / "models/Cosmos3-Nano", tmp_path / "other")
     file = sorted((other / "transformer").glob("*.safetensors"))[0]
     save_file({k: v + 1 for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
@@ -328,3 +392,20 @@ def test_averages_that_never_saw_the_base_are_refused(walk, tmp_path):
     argv = ["--src", str(tmp_path / "full_weights.pt"), "--base", str(base), "--out", str(tmp_path / "out"), "--weights", "ema"]
     with pytest.raises(convert.Precondition, match="frozen averages differ"):
         convert.main(argv)
+
+
+def test_own_checkpoint_without_its_recipe_is_refused(walk, tmp_path):
+    """Our checkpoint that lost policy.json is no RLinf file: exit 3, instead of a policy with an assumed recipe."""
+    src = shutil.copytree(walk / LAST, tmp_path / "global_step_40")
+    (src / "policy.json").unlink()
+    run = run_script("06_convert_ckpt.py", "--src", src, "--base", walk / "models/Cosmos3-Nano", "--out", tmp_path / "out")
+    assert run.returncode == 3 and "no policy.json" in run.stderr and not (tmp_path / "out").exists()
+
+
+def test_foreign_checkpoint_says_that_its_recipe_is_assumed(walk, tmp_path):
+    """A source without a recipe gets the published one, marked as assumed in policy.json and in a [warn] line."""
+    run = run_script(
+        "06_convert_ckpt.py", "--src", walk / "models/Cosmos3-Nano-DCP", "--base", walk / "models/Cosmos3-Nano", "--out", tmp_path / "out"
+    )
+    assert run.returncode == 0 and "[warn] recipe" in run.stdout
+    assert "assumed" in json.loads((tmp_path / "out/policy.json").read_text())

@@ -170,7 +170,7 @@ def test_ema_beta_equals_the_reference():
 @pytest.fixture(scope="module")
 def stream(walk):
     manifest = libero.read_manifest(walk / "cache")
-    return train.Stream(walk / "cache", manifest, quantile.load_stats(), seed=3)
+    return train.Stream(walk / "cache", manifest, quantile.load_stats(), channels=64, seed=3)
 
 
 def test_suites_get_equal_shares_and_every_window_its_turn(stream):
@@ -214,11 +214,60 @@ def test_existing_run_is_refused(walk, straight):
     assert "--resume" in done.stderr and sorted(p for p in straight[0].rglob("*")) == before
 
 
-def test_resume_without_checkpoint_is_refused(walk, tmp_path):
-    """--resume where no complete checkpoint lies is exit 3; a folder without COMPLETE does not count."""
+def test_a_run_killed_before_its_first_checkpoint_starts_again(walk, straight, tmp_path):
+    """--resume in a run folder without a complete checkpoint starts at step 0 with a [warn]; a folder without COMPLETE does not count."""
     (tmp_path / "run/checkpoints/global_step_9").mkdir(parents=True)
-    _, done = run(walk, tmp_path / "run", "--resume", code=3)
-    assert "complete checkpoint" in done.stderr
+    (tmp_path / "run/args.json").write_text("{}")
+    losses, done = run(walk, tmp_path / "run", "--steps", 1, "--resume")
+    assert "[warn] resume" in done.stdout and losses[1] == straight[1][1]
+
+
+def test_resume_into_a_strangers_folder_is_refused(walk, tmp_path):
+    """--resume with --out at a folder that is no run is exit 3, and nothing is written there."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/thesis.txt").write_text("keep")
+    _, done = run(walk, tmp_path / "home", "--resume", code=3)
+    assert "something else" in done.stderr and len(list((tmp_path / "home").iterdir())) == 1
+
+
+def test_resume_from_what_is_no_checkpoint_is_refused(walk, tmp_path):
+    """--resume PATH at a cache or a policy folder (which have a COMPLETE too) is exit 3 and names what is missing."""
+    for place, missing in ((walk / "cache", "policy.json, train.json"), (walk / "policy/model_diffusers", "train.json")):
+        _, done = run(walk, tmp_path / "run", "--resume", place, code=3)
+        assert f"without {missing}" in done.stderr
+
+
+def test_two_branches_do_not_mix(walk, straight):
+    """Going back to step 2 in a run that has step 4 is exit 4 and asks for another --out: step 4 is never overwritten by another branch."""
+    before = (straight[0] / "checkpoints/global_step_4/.metadata").stat().st_mtime_ns
+    _, done = run(walk, straight[0], "--steps", 5, "--resume", straight[0] / "checkpoints/global_step_2", code=4)
+    assert "another --out" in done.stderr and (straight[0] / "checkpoints/global_step_4/.metadata").stat().st_mtime_ns == before
+
+
+def test_resume_with_another_seed_or_cache_is_refused(walk, straight, tmp_path):
+    """The stream is a function of (seed, sample number) over one cache: another seed, another stride or other suites stop the resume by name."""
+    _, done = run(walk, straight[0], "--steps", 8, "--resume", "--seed", 7, code=3)
+    assert "seed: 42 -> 7" in done.stderr
+    cache = shutil.copytree(walk / "cache", tmp_path / "cache")
+    manifest = json.loads((cache / "manifest.json").read_text())
+    (cache / "manifest.json").write_text(json.dumps(manifest | {"stride": 8}))
+    _, done = run(walk, straight[0], "--steps", 8, "--resume", "--cache", cache, code=3)
+    assert "data: " in done.stderr
+
+
+def test_finished_run_is_left_alone(walk, straight):
+    """--resume of a run that has reached --steps says so, exits 0 and trains nothing."""
+    losses, done = run(walk, straight[0], "--steps", 4, "--resume")
+    assert not losses and "[ok] finished" in done.stdout and "[done] 05_train_fsdp2" in done.stdout
+
+
+def test_failed_start_leaves_no_run_folder(walk, tmp_path):
+    """A cache whose latents are cut short stops before the run folder is made."""
+    cache = shutil.copytree(walk / "cache", tmp_path / "cache")
+    file = cache / "libero_goal/latents.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    _, done = run(walk, tmp_path / "run", "--cache", cache, code=3)
+    assert "latents.bin" in done.stderr and not (tmp_path / "run").exists()
 
 
 def test_resume_with_other_stats_is_refused(walk, straight, tmp_path):

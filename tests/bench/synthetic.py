@@ -69,7 +69,7 @@ def write_cache(folder: Path, base: Path, windows: int, device) -> None:
     texts = ["", *(libero.build_prompt(f"pick up object {i} and place it in the basket on the table", 0, 20.0) for i in range(10))]
     folder.mkdir(parents=True)
     source = weights.open_source(base)
-    lengths = encode.encode_prompts(texts, base, source, device, folder / "prompt_kv.safetensors")
+    encode.encode_prompts(texts, base, source, device, folder / "prompt_kv.safetensors")
     for suite in LIBERO.suites:
         (folder / suite).mkdir()
         values = rng.standard_normal((windows, *shape), np.float32)
@@ -94,7 +94,9 @@ def write_cache(folder: Path, base: Path, windows: int, device) -> None:
         "latent_shape": shape,
         "fps": LIBERO.fps,
         "stats": {"file": "stats.json", "block": stats.block, "sha256": stats.sha256},
-        "prompts": [{"text": t, "tokens": n} for t, n in zip(texts, lengths, strict=True)],
+        "vae_fingerprint": weights.folder_fingerprint(base / "vae"),
+        "stride": 1,
+        "prompts": texts,
         "suites": {s: {"windows": windows, "val_windows": 1} for s in LIBERO.suites},
     }
     console.write_json(folder / "manifest.json", manifest)
