@@ -56,7 +56,10 @@ def recipe_of(src) -> tuple[dict, Path]:
             "convert another checkpoint, or copy the run's stats.json and policy.json there",
         )
     if (folder / "policy.json").is_file() and (folder / "stats.json").is_file():
-        return json.loads((folder / "policy.json").read_text()), folder / "stats.json"
+        try:
+            return json.loads((folder / "policy.json").read_text()), folder / "stats.json"
+        except ValueError as error:
+            raise Precondition("JSON in policy.json", f"{error} in {folder}", "copy the run's policy.json there again") from error
     stats = quantile.load_stats(LIBERO.stats_path, LIBERO.stats_block)
     console.warn("recipe", f"{src.path} says nothing about its recipe: policy.json will hold the published LIBERO one, marked as assumed")
     policy = {

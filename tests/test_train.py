@@ -14,6 +14,7 @@ import torch
 from conftest import golden, load_script, run_script
 
 from common import keys, libero, quantile, weights
+from common.console import OutputExists, Precondition, StageError
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 train = load_script("05_train_fsdp2")
@@ -37,6 +38,26 @@ def run(walk, out, *flags, ranks=1, code=0):
     done = run_script(*argv, "--lr", 1e-3, "--warmup", 2, *flags, launcher=[*TORCHRUN, str(ranks)] if ranks > 1 else None)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
     return {int(s): float(x) for s, x in re.findall(r"^\[step\] step:(\d+)/\d+ loss:([\d.]+)", done.stdout, re.M)}, done
+
+
+def refused(walk, out, *flags):
+    """What the plan of such a run raises; the scripts' exit codes are those of the exception (test_existing_run_is_refused)."""
+    argv = [
+        "--base",
+        walk / "models/Cosmos3-Nano-DCP",
+        "--cache",
+        walk / "cache",
+        "--out",
+        out,
+        "--global-batch",
+        12,
+        "--micro-batch",
+        3,
+        *flags,
+    ]
+    with pytest.raises(StageError) as caught:
+        train.plan(train.parse_args([str(a) for a in argv]))
+    return caught.value
 
 
 def tensors(checkpoint):
@@ -223,36 +244,37 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(walk, straight, t
 
 
 def test_resume_into_a_strangers_folder_is_refused(walk, tmp_path):
-    """--resume with --out at a folder that is no run is exit 3, and nothing is written there."""
+    """--resume with --out at a folder that is no run is refused, and nothing is written there."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home/thesis.txt").write_text("keep")
-    _, done = run(walk, tmp_path / "home", "--resume", code=3)
-    assert "something else" in done.stderr and len(list((tmp_path / "home").iterdir())) == 1
+    error = refused(walk, tmp_path / "home", "--resume")
+    assert isinstance(error, Precondition) and "something else" in str(error) and len(list((tmp_path / "home").iterdir())) == 1
 
 
 def test_resume_from_what_is_no_checkpoint_is_refused(walk, tmp_path):
-    """--resume PATH at a cache or a policy folder (which have a COMPLETE too) is exit 3 and names what is missing."""
+    """--resume PATH at a cache or a policy folder (which have a COMPLETE too) is refused and names what is missing."""
     for place, missing in ((walk / "cache", "policy.json, train.json"), (walk / "policy/model_diffusers", "train.json")):
-        _, done = run(walk, tmp_path / "run", "--resume", place, code=3)
-        assert f"without {missing}" in done.stderr
+        assert f"without {missing}" in str(refused(walk, tmp_path / "run", "--resume", place))
 
 
 def test_two_branches_do_not_mix(walk, straight):
-    """Going back to step 2 in a run that has step 4 is exit 4 and asks for another --out: step 4 is never overwritten by another branch."""
+    """Going back to step 2 in a run that has step 4 is refused and asks for another --out: step 4 is never overwritten by another branch."""
     before = (straight[0] / "checkpoints/global_step_4/.metadata").stat().st_mtime_ns
-    _, done = run(walk, straight[0], "--steps", 5, "--resume", straight[0] / "checkpoints/global_step_2", code=4)
-    assert "another --out" in done.stderr and (straight[0] / "checkpoints/global_step_4/.metadata").stat().st_mtime_ns == before
+    error = refused(walk, straight[0], "--steps", 5, "--resume", straight[0] / "checkpoints/global_step_2")
+    assert (
+        isinstance(error, OutputExists)
+        and "another --out" in str(error)
+        and (straight[0] / "checkpoints/global_step_4/.metadata").stat().st_mtime_ns == before
+    )
 
 
 def test_resume_with_another_seed_or_cache_is_refused(walk, straight, tmp_path):
     """The stream is a function of (seed, sample number) over one cache: another seed, another stride or other suites stop the resume by name."""
-    _, done = run(walk, straight[0], "--steps", 8, "--resume", "--seed", 7, code=3)
-    assert "seed: 42 -> 7" in done.stderr
+    assert "seed: 42 -> 7" in str(refused(walk, straight[0], "--steps", 8, "--resume", "--seed", 7))
     cache = shutil.copytree(walk / "cache", tmp_path / "cache")
     manifest = json.loads((cache / "manifest.json").read_text())
     (cache / "manifest.json").write_text(json.dumps(manifest | {"stride": 8}))
-    _, done = run(walk, straight[0], "--steps", 8, "--resume", "--cache", cache, code=3)
-    assert "data: " in done.stderr
+    assert "data: " in str(refused(walk, straight[0], "--steps", 8, "--resume", "--cache", cache))
 
 
 def test_finished_run_is_left_alone(walk, straight):
@@ -279,24 +301,25 @@ def test_resume_with_other_stats_is_refused(walk, straight, tmp_path):
     manifest = json.loads((cache / "manifest.json").read_text())
     manifest["stats"]["sha256"] = quantile.load_stats(cache / "stats.json").sha256
     (cache / "manifest.json").write_text(json.dumps(manifest))
-    _, done = run(walk, straight[0], "--steps", 8, "--resume", "--cache", cache, code=3)
-    assert "stats" in done.stderr and manifest["stats"]["sha256"][:12] in done.stderr
+    error = refused(walk, straight[0], "--steps", 8, "--resume", "--cache", cache)
+    assert "stats: " in str(error) and manifest["stats"]["sha256"][:12] in str(error)
 
 
 def test_cache_of_another_base_is_refused(walk, tmp_path):
-    """A cache whose base fingerprint is not the base's is exit 3 with both fingerprints."""
+    """A cache whose base fingerprint is not the base's is refused with both fingerprints."""
     cache = tmp_path / "cache"
     shutil.copytree(walk / "cache", cache)
     manifest = json.loads((cache / "manifest.json").read_text())
     (cache / "manifest.json").write_text(json.dumps(manifest | {"base_fingerprint": "0" * 64}))
-    _, done = run(walk, tmp_path / "run", "--cache", cache, code=3)
-    assert "000000000000" in done.stderr and not (tmp_path / "run").exists()
+    assert "000000000000" in str(refused(walk, tmp_path / "run", "--cache", cache)) and not (tmp_path / "run").exists()
 
 
 def test_batch_arithmetic_is_refused_with_its_numbers(walk, tmp_path):
-    """A global batch that micro-batches do not divide is exit 3 and says the product."""
-    _, done = run(walk, tmp_path / "run", "--global-batch", 10, "--micro-batch", 4, code=3)
-    assert "10 = 4 x 1 x 2.5" in done.stderr and not (tmp_path / "run").exists()
+    """A global batch that micro-batches do not divide is refused and says the product."""
+    assert (
+        "10 = 4 x 1 x 2.5" in str(refused(walk, tmp_path / "run", "--global-batch", 10, "--micro-batch", 4))
+        and not (tmp_path / "run").exists()
+    )
 
 
 def test_not_finite_gradient_stops_without_a_checkpoint(walk, tmp_path):
