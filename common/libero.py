@@ -155,19 +155,23 @@ def mosaic(views, size: int):
 # ---------------------------------------------------------------- prompt
 
 
-def idle_frames(encoded, fps: float, robot: Embodiment = LIBERO) -> int:
-    """Frames of a chunk that stand still: small position step, small rotation, unchanged gripper, in runs of 3 or more.
+def idle_frames(encoded, starts, chunk: int, fps: float, robot: Embodiment = LIBERO) -> np.ndarray:
+    """How many frames of each chunk stand still: small position step, small rotation, unchanged gripper, in runs of 3 or more.
 
-    encoded: [n, raw_action_dim], as `robot.encode` gives it, not normalized.
+    encoded: [frames, raw_action_dim], as `robot.encode` gives it, not normalized; starts: int [chunks], their first frames.
+    -> int [chunks]. The gripper of a chunk's first frame counts as unchanged.
     """
     action = np.asarray(encoded, np.float64)
     step = np.linalg.norm(action[:, slice(*robot.position)], axis=-1)
     angle = np.linalg.norm(rot6d.rot6d_to_axis_angle(action[:, slice(*robot.rotation)]), axis=-1)
-    gripper = np.abs(np.diff(action[:, robot.gripper], prepend=action[:1, robot.gripper]))
-    still = (step < IDLE_POSITION / fps) & (angle < np.deg2rad(IDLE_DEGREES) / fps) & (gripper < IDLE_GRIPPER)
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], still, [False]])))
-    runs = edges[1::2] - edges[::2]
-    return int(runs[runs >= IDLE_RUN].sum())
+    rest = (step < IDLE_POSITION / fps) & (angle < np.deg2rad(IDLE_DEGREES) / fps)
+    same = np.abs(np.diff(action[:, robot.gripper], prepend=action[:1, robot.gripper])) < IDLE_GRIPPER
+    rows = np.asarray(starts)[:, None] + np.arange(chunk)
+    still = rest[rows] & (same[rows] | (np.arange(chunk) == 0))
+    counted = np.zeros_like(still)
+    for i in range(chunk - IDLE_RUN + 1):  # a frame counts if some run of 3 covers it
+        counted[:, i : i + IDLE_RUN] |= still[:, i : i + IDLE_RUN].all(-1, keepdims=True)
+    return counted.sum(-1)
 
 
 def build_prompt(task: str, idle: int, fps: float, robot: Embodiment = LIBERO) -> str:
@@ -237,36 +241,53 @@ class Suite:
     video_path: str
 
 
+def read_table(file: Path, columns: list[str] | None = None):
+    """One parquet file as a pyarrow table. Raises Precondition naming the file and what is wrong with it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        missing = sorted(set(columns or ()) - set(pq.read_schema(file).names))
+        if missing:
+            raise Precondition(f"columns {columns}", f"{file} lacks {missing}", "fetch the data set again, or convert it with lerobot")
+        return pq.read_table(file, columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise Precondition("a whole parquet file", f"{file}: {str(error).splitlines()[0][:200]}", "fetch this file again") from error
+
+
 def read_tasks(root: Path) -> dict[int, str]:
     """meta/tasks.parquet -> {task_index: text}. The text is the table's index or a column `task`; row order means nothing."""
-    import pandas as pd
-
-    table = pd.read_parquet(Path(root) / "meta/tasks.parquet")
+    table = read_table(Path(root) / "meta/tasks.parquet").to_pandas()
     text = next((table[c] for c in ("task", "__index_level_0__") if c in table.columns), table.index)
     return {int(i): str(t) for i, t in zip(table["task_index"], text, strict=True)}
 
 
+def read_info(root: Path) -> dict:
+    """meta/info.json of a LeRobot v3 data set. Raises Precondition if it is absent, broken or of another version."""
+    file = Path(root) / "meta/info.json"
+    try:
+        info = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise Precondition("a LeRobot v3 data set", f"{type(error).__name__} at {file}", "python 04_fetch_libero.py fetch") from error
+    version = info.get("codebase_version")
+    if not str(version).startswith("v3"):
+        mend = "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=... --root=..."
+        raise Precondition("codebase_version v3.x", f"{version!r} in {file}", mend)
+    return info
+
+
 def read_suite(root: Path, robot: Embodiment = LIBERO) -> Suite:
     """Read one suite. Raises Precondition for what makes it unusable; `04_fetch_libero.py check` lists every defect."""
-    import pyarrow.parquet as pq
-
-    root = Path(root)
-    if not (root / "meta/info.json").is_file():
-        raise Precondition("a LeRobot v3 data set", f"no meta/info.json in {root}", "python 04_fetch_libero.py fetch")
-    info = json.loads((root / "meta/info.json").read_text())
-    if not str(info.get("codebase_version", "")).startswith("v3"):
-        version = info.get("codebase_version")
-        raise Precondition(
-            "codebase_version v3.x",
-            f"{version!r} in {root}",
-            "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=... --root=...",
-        )
-    episodes = [
-        row for f in sorted((root / "meta/episodes").rglob("*.parquet")) for row in pq.read_table(f).select(_routing(f, robot)).to_pylist()
+    root, info = Path(root), read_info(root)
+    routing = [
+        "episode_index",
+        "length",
+        *(f"videos/{c}/{k}" for c in robot.cameras for k in ("chunk_index", "file_index", "from_timestamp")),
     ]
+    episodes = [row for f in sorted((root / "meta/episodes").rglob("*.parquet")) for row in read_table(f, routing).to_pylist()]
     episodes.sort(key=lambda row: row["episode_index"])
     columns = ["index", "episode_index", "task_index", "timestamp", robot.action_key]
-    parts = [pq.read_table(f, columns=columns) for f in sorted((root / "data").rglob("*.parquet"))]
+    parts = [read_table(f, columns) for f in sorted((root / "data").rglob("*.parquet"))]
     if not episodes or not parts:
         raise Precondition(
             "episodes and data files", f"{len(episodes)} episodes, {len(parts)} data files in {root}", "python 04_fetch_libero.py fetch"
@@ -277,30 +298,20 @@ def read_suite(root: Path, robot: Embodiment = LIBERO) -> Suite:
     lengths = [row["length"] for row in episodes]
     expected = np.repeat([row["episode_index"] for row in episodes], lengths)
     if not np.array_equal(column["episode_index"][order], expected) or actions.shape[1:] != (robot.action_dim,):
-        raise Precondition(
-            "data rows that match the episodes table", f"a mismatch in {root}", f"python 04_fetch_libero.py check --data {root.parent}"
-        )
+        found = f"{len(expected)} rows by the table, {len(order)} in the data, actions of shape {actions.shape[1:]}, in {root}"
+        raise Precondition("data rows that match the episodes table", found, "fetch the data set again")
     return Suite(
-        root.name, root, float(info["fps"]), read_tasks(root), episodes, np.concatenate([[0], np.cumsum(lengths)]),
-        column["task_index"][order], column["timestamp"][order].astype(np.float64), actions[order], info["video_path"],
-    )  # fmt: skip
-
-
-def _routing(file: Path, robot: Embodiment) -> list[str]:
-    """The episode columns that lead to the frames."""
-    import pyarrow.parquet as pq
-
-    names = [
-        "episode_index",
-        "length",
-        *(f"videos/{c}/{k}" for c in robot.cameras for k in ("chunk_index", "file_index", "from_timestamp")),
-    ]
-    missing = sorted(set(names) - set(pq.read_schema(file).names))
-    if missing:
-        raise Precondition(
-            "the routing columns of LeRobot v3", f"{file} lacks {missing}", "fetch the data set again, or convert it with lerobot"
-        )
-    return names
+        name=root.name,
+        root=root,
+        fps=float(info["fps"]),
+        tasks=read_tasks(root),
+        episodes=episodes,
+        start=np.concatenate([[0], np.cumsum(lengths)]),
+        task=column["task_index"][order],
+        timestamp=column["timestamp"][order].astype(np.float64),
+        actions=actions[order],
+        video_path=info["video_path"],
+    )
 
 
 def split_episodes(count: int) -> tuple[list[int], list[int]]:
@@ -314,12 +325,11 @@ def windows(suite: Suite, robot: Embodiment = LIBERO, stride: int = 1) -> dict[s
     _, val = split_episodes(len(suite.episodes))
     rows = [(e, s) for e in range(len(suite.episodes)) for s in range(suite.start[e], suite.start[e + 1] - robot.chunk, stride)]
     episode, start = np.array(rows, np.int32).reshape(-1, 2).T
-    encoded = robot.encode(suite.actions)
     return {
         "episode": episode,
         "start": start,
         "task": suite.task[start].astype(np.int32),
-        "idle": np.array([idle_frames(encoded[s : s + robot.chunk], suite.fps, robot) for s in start], np.int32),
+        "idle": idle_frames(robot.encode(suite.actions), start, robot.chunk, suite.fps, robot).astype(np.int32),
         "val": np.isin(episode, val),
     }
 

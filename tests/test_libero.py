@@ -66,7 +66,17 @@ def test_latent_size_crops_the_padding():
 @pytest.mark.parametrize("case", GOLDEN["idle_frames"], ids=lambda c: f"{c['fps']:g}fps-{c['idle_frames']}-of-{len(c['action7'])}")
 def test_idle_frames_equal_the_reference(case):
     """The idle count is the reference's."""
-    assert libero.idle_frames(rot6d.encode_action(np.array(case["action7"])), case["fps"]) == case["idle_frames"]
+    action = rot6d.encode_action(np.array(case["action7"]))
+    assert libero.idle_frames(action, [0], len(action), case["fps"]).tolist() == [case["idle_frames"]]
+
+
+def test_idle_frames_of_many_chunks_are_those_of_each(goal):
+    """Counting all windows of a suite at once equals counting each chunk by itself, gripper changes at a chunk's first frame included."""
+    actions = goal.actions.copy()
+    actions[40:75, :6] = 0
+    encoded, starts = rot6d.encode_action(actions), np.arange(20, 90)
+    alone = [libero.idle_frames(encoded[s : s + 16], [0], 16, 20.0)[0] for s in starts]
+    assert libero.idle_frames(encoded, starts, 16, 20.0).tolist() == alone and len(set(alone)) > 5
 
 
 def test_token_ids_with_qwens_own_vocabulary():
@@ -169,6 +179,37 @@ def test_v2_data_is_refused_by_version(tmp_path):
     (tmp_path / "s/meta/info.json").write_text('{"codebase_version": "v2.1"}')
     with pytest.raises(Precondition, match=r"v3.*'v2.1'.*convert_dataset_v21_to_v30"):
         libero.read_suite(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("meta/tasks.parquet", lambda f: f.unlink(), "tasks.parquet"),
+        ("meta/info.json", lambda f: f.write_text("{"), "JSONDecodeError at .*info.json"),
+        ("data/chunk-000/file-000.parquet", lambda f: f.write_bytes(f.read_bytes()[:-100]), "whole parquet file.*file-000.parquet"),
+        ("data/chunk-000/file-000.parquet", lambda f: f.write_text("version https://git-lfs"), "whole parquet file.*file-000.parquet"),
+        ("meta/episodes/chunk-000/file-000.parquet", lambda f: drop_column(f, "length"), r"lacks \['length'\]"),
+        ("data/chunk-000/file-000.parquet", lambda f: drop_rows(f, 5), "391 rows by the table, 386 in the data"),
+    ],
+)
+def test_broken_tables_are_named(tmp_path, file, damage, message):
+    """A missing, cut, foreign or incomplete table stops with its name; no traceback of a reader comes through."""
+    root = shutil.copytree(DEMO / "libero_goal", tmp_path / "libero_goal")
+    damage(root / file)
+    with pytest.raises(Precondition, match=message):
+        libero.read_suite(root)
+
+
+def drop_column(file, name):
+    import pyarrow.parquet as pq
+
+    pq.write_table(pq.read_table(file).drop_columns([name]), file)
+
+
+def drop_rows(file, count):
+    import pyarrow.parquet as pq
+
+    pq.write_table(pq.read_table(file)[:-count], file)
 
 
 def test_another_robot_is_another_value(tmp_path):

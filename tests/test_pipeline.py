@@ -221,6 +221,20 @@ def test_force_never_deletes_an_input_or_a_strangers_folder(walk, tmp_path, scri
     assert sorted((p, p.stat().st_size) for p in home.rglob("*")) == before
 
 
+def test_fetch_without_a_network(walk, tmp_path):
+    """Offline, fetch of the real data set is exit 3 with the way out; once fetch.json says that it finished, the hub is not asked again."""
+    shutil.copytree(walk / "data", tmp_path / "data")
+    (tmp_path / "data/fetch.json").unlink()
+    run = run_script("04_fetch_libero.py", "fetch", "--data", tmp_path / "data")
+    assert run.returncode == 3 and "HF_HUB_OFFLINE" in run.stderr and "Traceback" not in run.stderr
+    note = {"repo": "nvidia/LIBERO_LeRobot_v3", "asked": "main", "revision": "a" * 40, "suites": list(LIBERO.suites)}
+    (tmp_path / "data/fetch.json").write_text(json.dumps(note))
+    run = run_script("04_fetch_libero.py", "fetch", "--data", tmp_path / "data")
+    assert run.returncode == 0 and "already" in run.stdout
+    other = run_script("04_fetch_libero.py", "fetch", "--data", tmp_path / "data", "--revision", "b" * 40)
+    assert other.returncode == 3
+
+
 def test_missing_suite_is_an_error(walk, tmp_path):
     """Three of four suites: exit 3 with the missing one's name, never a smaller mix."""
     shutil.copytree(walk / "data", tmp_path / "data")
