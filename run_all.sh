@@ -39,12 +39,12 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
+case "$GPUS" in all) ;; ''|*[!0-9]*|0) usage "--gpus is a number from 1 on, found $GPUS" ;; esac
 
 cd_back=$PWD
 cd "$HERE" && . ./venv.sh && cd "$cd_back"
 export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 [ "$GPUS" != all ] || GPUS=$("$PY" -c 'import torch; print(max(1, torch.cuda.device_count()))')
-case "$GPUS" in ''|*[!0-9]*|0) usage "--gpus is a number from 1 on, found $GPUS" ;; esac
 DCP=${DCP:-$WORK/models/Cosmos3-Nano-DCP} DATA=${DATA:-$WORK/data} CACHE=${CACHE:-$WORK/cache} RUN=${RUN:-$WORK/run} OUT=${OUT:-$WORK/policy/model_diffusers}
 LAUNCH=("$PY"); [ "$GPUS" = 1 ] || LAUNCH=("$PY" -m torch.distributed.run --standalone --nproc-per-node "$GPUS")
 
