@@ -831,18 +831,27 @@ def test_follow_in_a_terminal(tmp_path, hundred):
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
     env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
     command = [sys.executable, SCRIPT, hundred.parent, "--follow", "--interval", "0.1"]
+
+    # A test run that was started in the background ignores Ctrl-C, and its children would inherit that.
+    reset = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    command = [sys.executable, "-c", reset, *command[1:]]
     process = subprocess.Popen(command, cwd=REPO, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
     os.close(theirs)
     seen = b""
-    while seen.count(b"\x1b[H") < 3:
-        assert select.select([ours], [], [], 30)[0], "nothing drawn in 30 s"
-        seen += os.read(ours, 65536)
-    process.send_signal(signal.SIGINT)
-    with contextlib.suppress(OSError):  # the other end is closed
-        while more := os.read(ours, 65536):
-            seen += more
-    assert process.wait(20) == 0 and b"Traceback" not in seen and b"\x1b[?1049h" not in seen
-    os.close(ours)
+    try:
+        while seen.count(b"\x1b[H") < 3:
+            assert select.select([ours], [], [], 30)[0], "nothing drawn in 30 s"
+            seen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the other end is closed
+            while b"[done]" not in seen and select.select([ours], [], [], 20)[0]:
+                seen += os.read(ours, 65536)
+        assert process.wait(20) == 0 and b"Traceback" not in seen and b"\x1b[?1049h" not in seen
+    finally:
+        process.kill()
+        os.close(ours)
     frame = seen.decode().split("\x1b[H")[2].split("\x1b[J")[0].replace("\x1b[K", "").splitlines()
     assert len(frame) < 24 and all(len(line) < 40 for line in frame)
     assert any(line.startswith("train/loss") for line in frame) and seen.endswith(b"[done] 07_read_tb runs=1 points=100\r\n")
