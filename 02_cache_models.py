@@ -128,18 +128,6 @@ def bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / name for name in list_files(folder)) if path.exists())
 
 
-def install(partial: Path, folder: Path) -> None:
-    """Rename a finished folder into place; what --force replaces goes only after that."""
-    old = folder.with_name(f".{folder.name}.old")
-    if folder.exists() or folder.is_symlink():
-        folder.rename(old)
-    partial.rename(folder)
-    if old.is_symlink():
-        old.unlink()
-    elif old.exists():
-        shutil.rmtree(old)
-
-
 def is_complete(args, asset: Asset) -> bool:
     """Whether there is nothing to do for the asset. Raises OutputExists for a plain folder that is there but not whole."""
     folder, _ = location(args, asset)
@@ -206,7 +194,7 @@ def download(args, asset: Asset) -> None:
         return
     if problems := check_plain(partial, asset):
         raise VerifyFailed(f"{asset.repo} whole in {partial}", "; ".join(problems), "--force fetches every file again")
-    install(partial, folder)
+    console.replace_folder(partial, folder)
 
 
 def source_of(args, asset: Asset) -> Path | None:
@@ -230,7 +218,7 @@ def layout(args, asset: Asset, source: Path, mode: str) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     for name in files:
         cache_layout.put((source / name).resolve(), partial / name, mode)
-    install(partial, folder)
+    console.replace_folder(partial, folder)
 
 
 def write_tiny(args, asset: Asset) -> None:

@@ -12,7 +12,6 @@ Our own trainer reads the diffusers folder as well as this DCP; RLinf and cosmos
 
 import argparse
 import importlib.metadata
-import json
 import math
 import platform
 import shutil
@@ -64,8 +63,8 @@ def plan(args) -> dict:
     more = "" if layers == LAYERS else f" (Cosmos3-Nano has {LAYERS})"
     console.plan("base", f"{source.path}, {len(source.net)} tensors, {layers} layers{more}, {console.human_bytes(nbytes)}")
     console.plan("out", f"{args.out}/model, {math.ceil(nbytes / FILE_BYTES)} file(s)")
-    there = args.out / weights.BASE_NOTE
-    finished = there.is_file() and all(json.loads(there.read_text()).get(k) == note[k] for k in ("fingerprint", "tensors", "bytes"))
+    there = console.read_json(args.out / weights.BASE_NOTE) or {}
+    finished = all(there.get(k) == note[k] for k in ("fingerprint", "tensors", "bytes"))
     if not finished or args.force:
         console.check_output(args.out, args.force, (weights.BASE_NOTE,), (args.base,))
         console.need_disk(args.out, nbytes, "the DCP")
@@ -104,7 +103,7 @@ def verify(model: Path, source) -> None:
         theirs = written.net.get(key)
         if theirs is None or written.info[theirs] != source.info[name]:
             raise VerifyFailed(f"{key} {source.info[name]}", f"{written.info.get(theirs)} in {model}", "run again; check the disk")
-        a, b = source.read([name])[name], written.read([theirs])[theirs]
+        a, b = source.tensor(name), written.tensor(theirs)
         if not torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8)):
             raise VerifyFailed(f"{key} bit for bit", f"other bytes in {model}", "run again; check the disk")
     console.ok("verify", f"{len(source.net)} tensors read back bit for bit")

@@ -15,7 +15,6 @@ Next:   torchrun --nproc-per-node 8 05_train_fsdp2.py --base work/models/Cosmos3
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -96,17 +95,12 @@ def suite_roots(args) -> list[Path]:
     return [args.data / s for s in args.suites]
 
 
-def read_json(file: Path):
-    """The content of a JSON file, None if there is none."""
-    return json.loads(file.read_text()) if file.is_file() else None
-
-
 # ---------------------------------------------------------------- fetch
 
 
 def fetched_before(args) -> bool:
     """Did an earlier fetch of this repository and revision finish with these suites? Then no network is needed."""
-    note = read_json(args.data / "fetch.json") or {}
+    note = console.read_json(args.data / "fetch.json") or {}
     return note.get("repo") == args.repo and args.revision in (note["asked"], note["revision"]) and set(args.suites) <= set(note["suites"])
 
 
@@ -319,7 +313,7 @@ def encode_prompts(texts, base, source, device, file: Path) -> list[int]:
 
     from common import cosmos3, weights
 
-    config = json.loads((source.path / "config.json").read_text())
+    config = weights.read_config(source)
     tower = cosmos3.UndTower(cosmos3.build_transformer(config)).to(torch.bfloat16)
     cosmos3.materialize(tower, device)
     weights.load_module(tower, source)
@@ -369,7 +363,8 @@ def plan_encode(args) -> dict:
     from common import weights
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    suites = [libero.read_suite(root) for root in suite_roots(args)]
+    roots = suite_roots(args)
+    suites = [libero.read_suite(root) for root in roots]
     normalizer = quantile.load_stats(args.stats, args.stats_block)
     for s in suites:
         normalizer.require_fps(s.fps)
@@ -413,12 +408,12 @@ def plan_encode(args) -> dict:
     console.plan("prompts", f"{len(texts)} distinct, the empty one included")
     console.plan("stats", f"{normalizer.path} block {normalizer.block} sha256 {normalizer.sha256[:12]}")
     console.plan("latents", f"{console.human_bytes(nbytes)} on {device}")
-    finished = (args.out / "COMPLETE").is_file() and not args.force and read_json(args.out / "manifest.json") == manifest
+    finished = (args.out / "COMPLETE").is_file() and not args.force and console.read_json(args.out / "manifest.json") == manifest
     part = args.out.with_name(args.out.name + ".partial")
     if not finished:
-        console.check_output(args.out, args.force, ("manifest.json",), (args.base, args.data, *suite_roots(args)))
+        console.check_output(args.out, args.force, ("manifest.json",), (args.base, args.data, *roots))
         console.need_disk(args.out, nbytes, "the latents")
-    if not finished and part.exists() and read_json(part / "manifest.json") != manifest and not args.force:
+    if not finished and part.exists() and console.read_json(part / "manifest.json") != manifest and not args.force:
         raise OutputExists("an unfinished cache of the same request", f"{part} of another one", "pass --force to start over, or delete it")
     return {
         "suites": suites,

@@ -242,6 +242,11 @@ def build_tower(config: dict, mesh, device, dtype, args):
     return tower
 
 
+def canonical(tower) -> dict:
+    """The tower's parameters by canonical key."""
+    return {keys.to_canonical(n): p for n, p in tower.named_parameters()}
+
+
 def load_base(tower, source, seed: int) -> None:
     """Warm start: every rank reads its own shards of the base; the action heads start fresh (their LIBERO row of the base is untrained).
 
@@ -251,7 +256,7 @@ def load_base(tower, source, seed: int) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import distribute_tensor
 
-    parameters = {keys.to_canonical(n): p for n, p in tower.named_parameters()}
+    parameters = canonical(tower)
     fresh = set(keys.check_skipped(parameters))
     for pattern, hit in keys.match(keys.SKIPPED, parameters).items():
         console_rank0(f"[plan] skip {pattern}: {len(hit)} tensor(s) start fresh")
@@ -283,7 +288,7 @@ def make_optimizer(tower, lr: float, steps_done: int):
     """AdamW with the recipe's two groups, its state allocated now: memory use is final before the first step, and a resume loads in place."""
     import torch
 
-    parameters = {keys.to_canonical(n): p for n, p in tower.named_parameters()}
+    parameters = canonical(tower)
     groups = [
         {"params": [parameters[n] for n in g["names"]], "lr": g["lr"], "multiplier": g["multiplier"]}
         for g in keys.param_groups(parameters, lr)
@@ -308,7 +313,7 @@ class PowerEMA:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
-        self.parameters = {keys.to_canonical(n): p for n, p in tower.named_parameters()}
+        self.parameters = canonical(tower)
         self.weights = [p.detach().to_local() for p in self.parameters.values()]
         self.averages = [w.to("cpu" if place == "host" else w.device, copy=True) for w in self.weights]
         self.mesh = next(iter(self.parameters.values())).device_mesh  # one for all
@@ -364,8 +369,7 @@ class PowerEMA:
 def checkpoint_state(tower, optimizer, ema) -> dict:
     """One flat dict of DTensors: net.K, net_ema.K, optim.exp_avg.K, optim.exp_avg_sq.K (K canonical). Saving and loading use the same."""
     state = {}
-    for name, p in tower.named_parameters():
-        key = keys.to_canonical(name)
+    for key, p in canonical(tower).items():
         state[f"net.{key}"] = p.detach()
         for moment in ("exp_avg", "exp_avg_sq"):
             state[f"optim.{moment}.{key}"] = optimizer.state[p][moment]

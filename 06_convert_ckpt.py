@@ -78,16 +78,11 @@ def identity(src) -> dict:
     return {"path": str(src.path.resolve()), "mtime_ns": file.stat().st_mtime_ns}
 
 
-def read_json(file: Path):
-    """The content of a JSON file, None if there is none."""
-    return json.loads(file.read_text()) if file.is_file() else None
-
-
 def equal_after_cast(a, a_name: str, b, b_name: str) -> bool:
     """Are two tensors of two sources bit-equal in bf16?"""
     import torch
 
-    left, right = (o.read([n])[n].to(torch.bfloat16).contiguous().view(torch.uint8) for o, n in ((a, a_name), (b, b_name)))
+    left, right = (o.tensor(n).to(torch.bfloat16).contiguous().view(torch.uint8) for o, n in ((a, a_name), (b, b_name)))
     return torch.equal(left, right)
 
 
@@ -155,7 +150,10 @@ def plan(args) -> dict:
     console.plan("out", f"{args.out}, {len(names)} tensors, {console.human_bytes(nbytes)} in bf16, as {args.to}")
     policy = policy | {"weights": args.weights, "class_name": args.class_name, "source": identity(src)}
     finished = (
-        args.to == "diffusers" and not args.force and (args.out / "COMPLETE").is_file() and read_json(args.out / "policy.json") == policy
+        args.to == "diffusers"
+        and not args.force
+        and (args.out / "COMPLETE").is_file()
+        and console.read_json(args.out / "policy.json") == policy
     )
     if not finished:
         console.check_output(args.out, args.force, MARKS if args.to == "diffusers" else (), (args.base, args.src))
@@ -187,7 +185,7 @@ def tensor(p: dict, key: str):
     import torch
 
     origin, name = p["origin"][key]
-    value = origin.read([name])[name].to(torch.bfloat16).contiguous()
+    value = origin.tensor(name).to(torch.bfloat16).contiguous()
     if not torch.isfinite(value).all():
         raise VerifyFailed(f"finite weights in {key}", f"NaN or infinity in {origin.path}", "convert an earlier checkpoint")
     return value
@@ -243,7 +241,7 @@ def verify(folder: Path, p: dict) -> None:
         raise VerifyFailed(f"{len(p['names'])} tensors", f"{len(written.net)} in {folder}", "run again")
     drifted = []
     for key in p["names"]:
-        value = written.read([written.net[key]])[written.net[key]]
+        value = written.tensor(written.net[key])
         if value.dtype != torch.bfloat16 or not torch.equal(value.view(torch.uint8), tensor(p, key).view(torch.uint8)):
             raise VerifyFailed(f"{key} equal to its source", f"other values in {folder}", "run again; check the disk")
         if key not in trained and not equal_after_cast(written, written.net[key], p["base"], p["base"].net[key]):
@@ -268,7 +266,7 @@ def write_rlinf(args, p: dict) -> None:
     if p["src"].ema:
         for k in names:
             name = p["src"].ema.get(k)
-            value = p["src"].read([name])[name] if name else state[keys.spell(k, "rlinf")]
+            value = p["src"].tensor(name) if name else state[keys.spell(k, "rlinf")]
             state[keys.spell(k, "rlinf", ema=True)] = value.to(torch.float32)
     else:
         console.warn("ema", "the source holds none: the file has omni.net.* only, which RLinf's converter accepts")

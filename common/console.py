@@ -133,14 +133,21 @@ def check_output(out: Path, force: bool, marks: tuple[str, ...] = (), inputs: tu
 
 
 def replace_folder(new: Path, place: Path) -> None:
-    """Rename a finished folder to its place. A folder that stood there is moved aside first and deleted last."""
+    """Rename a finished folder to its place. A folder (or a link to one) that stood there is moved aside first and deleted last."""
     new, place = Path(new), Path(place)
     old = place.with_name(place.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
+
+    def drop_old():
+        if old.is_symlink():
+            old.unlink()
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+
+    drop_old()
+    if place.exists() or place.is_symlink():
         os.replace(place, old)
     os.replace(new, place)
-    shutil.rmtree(old, ignore_errors=True)
+    drop_old()
 
 
 def _finite(value):
@@ -152,6 +159,11 @@ def _finite(value):
     if isinstance(value, (list, tuple)):
         return [_finite(v) for v in value]
     return value
+
+
+def read_json(path: Path):
+    """The content of a JSON file, None if there is no such file."""
+    return json.loads(Path(path).read_text()) if Path(path).is_file() else None
 
 
 def write_json(path: Path, value) -> None:

@@ -31,7 +31,6 @@ SAMPLE = 4096  # bytes at either end of a tensor that enter its fingerprint
 # What a checkpoint may hold beside the network: dropped without a word. Anything else unknown is an error.
 _BESIDE = (
     "optim.",
-    "train.",
     "fsdp_checkpoint.optimizers",
     "fsdp_checkpoint.lr_schedulers",
     "fsdp_checkpoint.fsdp_version",
@@ -51,6 +50,10 @@ class Source:
     info: dict[str, tuple[tuple[int, ...], str]]  # container's name -> (shape, dtype as torch prints it)
     read: Callable[[Iterable[str]], dict]  # container's names -> {name: CPU tensor}
     files: dict[str, str]  # container's name -> file name, where the container has one file a shard
+
+    def tensor(self, name: str):
+        """One tensor by the container's name."""
+        return self.read([name])[name]
 
     def reader(self):
         """A torch.distributed.checkpoint storage reader: FSDP2 ranks read their own shards with it, under the container's names."""
@@ -312,7 +315,7 @@ def base_fingerprint(source: Source) -> str:
     if source.kind == "dcp" and source.path.name == "model" and note.is_file():
         return json.loads(note.read_text())["fingerprint"]
     names = sorted(k for k in source.net if not keys.is_sound(k))
-    return fingerprint((k, source.read([source.net[k]])[source.net[k]]) for k in names)
+    return fingerprint((k, source.tensor(source.net[k])) for k in names)
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -347,4 +350,4 @@ def load_module(module, source: Source) -> None:
                 "check action_dim 64 and num_embodiment_domains 32 in transformer/config.json",
             )
         with torch.no_grad():
-            parameter.copy_(source.read([source.net[key]])[source.net[key]])
+            parameter.copy_(source.tensor(source.net[key]))

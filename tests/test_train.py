@@ -20,43 +20,24 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 train = load_script("05_train_fsdp2")
 
 
+def small(walk, out, *flags):
+    """The arguments of a short run over the walk-through's cache, 12 samples a step; later flags win."""
+    own = ["--base", walk / "models/Cosmos3-Nano-DCP", "--cache", walk / "cache", "--out", out, "--global-batch", 12, "--micro-batch", 3]
+    return [str(a) for a in (*own, *flags)]
+
+
 def run(walk, out, *flags, ranks=1, code=0):
-    """A short training run over the walk-through's cache; returns its losses by step."""
-    argv = [
-        "05_train_fsdp2.py",
-        "--base",
-        walk / "models/Cosmos3-Nano-DCP",
-        "--cache",
-        walk / "cache",
-        "--out",
-        out,
-        "--global-batch",
-        12,
-        "--micro-batch",
-        3,
-    ]
-    done = run_script(*argv, "--lr", 1e-3, "--warmup", 2, *flags, launcher=[*TORCHRUN, str(ranks)] if ranks > 1 else None)
+    """A short training run as a script; returns its losses by step."""
+    argv = ["05_train_fsdp2.py", *small(walk, out, "--lr", 1e-3, "--warmup", 2, *flags)]
+    done = run_script(*argv, launcher=[*TORCHRUN, str(ranks)] if ranks > 1 else None)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
     return {int(s): float(x) for s, x in re.findall(r"^\[step\] step:(\d+)/\d+ loss:([\d.]+)", done.stdout, re.M)}, done
 
 
 def refused(walk, out, *flags):
     """What the plan of such a run raises; the scripts' exit codes are those of the exception (test_existing_run_is_refused)."""
-    argv = [
-        "--base",
-        walk / "models/Cosmos3-Nano-DCP",
-        "--cache",
-        walk / "cache",
-        "--out",
-        out,
-        "--global-batch",
-        12,
-        "--micro-batch",
-        3,
-        *flags,
-    ]
     with pytest.raises(StageError) as caught:
-        train.plan(train.parse_args([str(a) for a in argv]))
+        train.plan(train.parse_args(small(walk, out, *flags)))
     return caught.value
 
 
