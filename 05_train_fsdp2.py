@@ -121,7 +121,7 @@ class Stream:
 
     def __init__(self, cache: Path, manifest: dict, normalizer, channels: int, seed: int):
         self.suites = [libero.open_cached_suite(cache, manifest, name) for name in manifest["suites"]]
-        self.train = [np.flatnonzero(~s.val) for s in self.suites]
+        self.train = [np.flatnonzero(s.train) for s in self.suites]
         empty = [s.name for s, rows in zip(self.suites, self.train, strict=True) if not len(rows)]
         if empty:
             raise Precondition("training windows in every suite", f"none in {', '.join(empty)}", "encode more episodes, or fewer suites")
@@ -436,7 +436,7 @@ def plan(args) -> dict:
             f"{args.cache} was made with {manifest['base_fingerprint'][:12]}",
             "encode again with this base, or pass the other base",
         )
-    if manifest["robot"] != LIBERO.describe():
+    if manifest["robot"] | {"cameras": list(LIBERO.cameras)} != LIBERO.describe():  # their keys belong to the data set
         raise Precondition("a cache of this robot description", f"another one in {args.cache}/manifest.json", "encode again")
     normalizer = quantile.load_stats(args.cache / manifest["stats"]["file"], manifest["stats"]["block"])
     if normalizer.sha256 != manifest["stats"]["sha256"]:

@@ -7,10 +7,11 @@ Terms. A window is 17 consecutive frames of one episode; its chunk is the 16 act
 What is particular to one robot is one `Embodiment` value. torch and torchvision are imported where they are used.
 """
 
+import io
 import json
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,11 @@ MAX_CHAT_TOKENS = 4096
 # A frame is idle when it moves less than this, in units per second and degrees per second; runs shorter than 3 do not count.
 IDLE_POSITION, IDLE_DEGREES, IDLE_GRIPPER, IDLE_RUN = 5e-3, 1.5, 0.01, 3
 VAL_RATIO, VAL_SEED = 0.01, 0  # held-out episodes per suite
-CACHE_VERSION = 1
+CACHE_VERSION = 2
+# What turns an older LeRobot data set into v3.0. The first of the two left lerobot after 0.3.3 and works on a hub repository.
+TO_V21 = "python -m lerobot.datasets.v21.convert_dataset_v20_to_v21 --repo-id=OWNER/NAME (in an environment with lerobot==0.3.3)"
+TO_V30 = "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME --root=FOLDER --push-to-hub=false"
+CONVERT = {"v2.0": f"{TO_V21}, then {TO_V30}", "v2.1": TO_V30}
 
 
 @dataclass(frozen=True)
@@ -231,6 +236,8 @@ class Suite:
 
     name: str
     root: Path
+    robot: Embodiment  # with the cameras of this data set
+    stored: tuple[str, ...]  # how each camera is stored: "video", or "image" for pictures inside the data files
     fps: float
     tasks: dict[int, str]
     episodes: list[dict]  # rows of meta/episodes, by episode_index
@@ -238,11 +245,12 @@ class Suite:
     task: np.ndarray  # int64 [frames]
     timestamp: np.ndarray  # float64 [frames], seconds from the start of the episode
     actions: np.ndarray  # float32 [frames, action_dim], as stored
+    data_path: str
     video_path: str
 
 
-def read_table(file: Path, columns: list[str] | None = None):
-    """One parquet file as a pyarrow table. Raises Precondition naming the file and what is wrong with it."""
+def read_table(file: Path, columns: list[str] | None = None, filters=None):
+    """One parquet file as a pyarrow table; columns and filters as pyarrow takes them. Raises Precondition naming the file and what is wrong with it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -250,7 +258,7 @@ def read_table(file: Path, columns: list[str] | None = None):
         missing = sorted(set(columns or ()) - set(pq.read_schema(file).names))
         if missing:
             raise Precondition(f"columns {columns}", f"{file} lacks {missing}", "fetch the data set again, or convert it with lerobot")
-        return pq.read_table(file, columns=columns)
+        return pq.read_table(file, columns=columns, filters=filters)
     except (OSError, pa.ArrowException) as error:
         raise Precondition("a whole parquet file", f"{file}: {str(error).splitlines()[0][:200]}", "fetch this file again") from error
 
@@ -271,19 +279,38 @@ def read_info(root: Path) -> dict:
         raise Precondition("a LeRobot v3 data set", f"{type(error).__name__} at {file}", "python 04_fetch_libero.py fetch") from error
     version = info.get("codebase_version")
     if not str(version).startswith("v3"):
-        mend = "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=... --root=..."
-        raise Precondition("codebase_version v3.x", f"{version!r} in {file}", mend)
+        raise Precondition(
+            "codebase_version v3.x", f"{version!r} in {file}", CONVERT.get(str(version), "fetch a v3.0 copy of the data set")
+        )
     return info
+
+
+def find_cameras(features: dict, robot: Embodiment) -> Embodiment:
+    """`robot` with the camera keys of a data set: its own if they are there, else the only two, the one called wrist on the right.
+
+    features: of meta/info.json. Raises Precondition listing the keys seen when that does not settle it.
+    """
+    seen = [k for k, v in features.items() if isinstance(v, dict) and v.get("dtype") in ("video", "image")]
+    if set(robot.cameras) <= set(seen):
+        return robot
+    wrist = [k for k in seen if "wrist" in k]
+    if len(seen) == len(robot.cameras) == 2 and len(wrist) == 1:
+        return replace(robot, cameras=(next(k for k in seen if k not in wrist), *wrist))
+    raise Precondition(
+        f"the cameras {', '.join(robot.cameras)}", f"{', '.join(seen) or 'none'} in info.json", "name them with --cameras, left to right"
+    )
 
 
 def read_suite(root: Path, robot: Embodiment = LIBERO) -> Suite:
     """Read one suite. Raises Precondition for what makes it unusable; `04_fetch_libero.py check` lists every defect."""
     root, info = Path(root), read_info(root)
-    routing = [
-        "episode_index",
-        "length",
-        *(f"videos/{c}/{k}" for c in robot.cameras for k in ("chunk_index", "file_index", "from_timestamp")),
-    ]
+    features = info.get("features", {})
+    robot = find_cameras(features, robot)
+    stored = tuple(features[c]["dtype"] for c in robot.cameras)
+    routing = ["episode_index", "length", "data/chunk_index", "data/file_index"]
+    for camera, kind in zip(robot.cameras, stored, strict=True):
+        if kind == "video":
+            routing += [f"videos/{camera}/{k}" for k in ("chunk_index", "file_index", "from_timestamp")]
     episodes = [row for f in sorted((root / "meta/episodes").rglob("*.parquet")) for row in read_table(f, routing).to_pylist()]
     episodes.sort(key=lambda row: row["episode_index"])
     columns = ["index", "episode_index", "task_index", "timestamp", robot.action_key]
@@ -303,6 +330,8 @@ def read_suite(root: Path, robot: Embodiment = LIBERO) -> Suite:
     return Suite(
         name=root.name,
         root=root,
+        robot=robot,
+        stored=stored,
         fps=float(info["fps"]),
         tasks=read_tasks(root),
         episodes=episodes,
@@ -310,7 +339,8 @@ def read_suite(root: Path, robot: Embodiment = LIBERO) -> Suite:
         task=column["task_index"][order],
         timestamp=column["timestamp"][order].astype(np.float64),
         actions=actions[order],
-        video_path=info["video_path"],
+        data_path=info.get("data_path", ""),
+        video_path=info.get("video_path") or "",
     )
 
 
@@ -320,8 +350,9 @@ def split_episodes(count: int) -> tuple[list[int], list[int]]:
     return [e for e in range(count) if e not in val], val
 
 
-def windows(suite: Suite, robot: Embodiment = LIBERO, stride: int = 1) -> dict[str, np.ndarray]:
+def windows(suite: Suite, stride: int = 1) -> dict[str, np.ndarray]:
     """Every window of a suite: int32 columns episode, start (a global row), task, idle; bool val. Windows never cross episodes."""
+    robot = suite.robot
     _, val = split_episodes(len(suite.episodes))
     rows = [(e, s) for e in range(len(suite.episodes)) for s in range(suite.start[e], suite.start[e + 1] - robot.chunk, stride)]
     episode, start = np.array(rows, np.int32).reshape(-1, 2).T
@@ -334,23 +365,75 @@ def windows(suite: Suite, robot: Embodiment = LIBERO, stride: int = 1) -> dict[s
     }
 
 
-def episode_frames(suite: Suite, episode: int, robot: Embodiment = LIBERO):
-    """All frames of an episode on the canvas, uint8 tensor [n, 3, 192, 320]. Raises Precondition naming file and episode if a frame cannot be decoded."""
+def episode_frames(suite: Suite, episode: int, bad: list | None = None):
+    """All frames of an episode on the canvas, uint8 tensor [n, 3, 192, 320].
+
+    A frame that cannot be decoded raises Precondition naming file, episode and frame; with a list `bad`, it is black and
+    (frame of the episode, file, reason) is appended instead. A frame is never replaced by another one.
+    """
+    import torch
+
+    row, count = suite.episodes[episode], int(suite.start[episode + 1] - suite.start[episode])
+    views = []
+    for camera, kind in zip(suite.robot.cameras, suite.stored, strict=True):
+        path, decode = (_video if kind == "video" else _pictures)(suite, row, camera, episode)
+        try:
+            views.append(decode(range(count)))
+            continue
+        except DECODE_ERRORS as error:
+            whole = error  # now one frame at a time, to know which
+        view = torch.zeros(count, 3, suite.robot.camera_size, suite.robot.camera_size, dtype=torch.uint8)
+        lost = 0
+        for i in range(count):
+            try:
+                view[i] = mosaic([decode([i])], suite.robot.camera_size)[0]
+            except DECODE_ERRORS as error:
+                if bad is None:
+                    raise Precondition(
+                        "decodable frames", f"episode {episode} frame {i} in {path}: {_short(error)}", "fetch this file again"
+                    ) from error
+                lost += 1
+                bad.append((i, str(path), _short(error)))
+        if not lost:  # each frame decodes alone, so this is not about frames
+            raise Precondition("decodable frames", f"episode {episode} in {path}: {_short(whole)}", "fetch this file again") from whole
+        views.append(view)
+    # A few frames at a time stay in the processor's cache: twice as fast as all at once.
+    return torch.cat([snap(part) for part in mosaic(views, suite.robot.camera_size).split(8)])
+
+
+# PyAV's errors are OSError or ValueError; lerobot asserts that a frame lies within the tolerance; Pillow raises OSError or SyntaxError.
+DECODE_ERRORS = (OSError, ValueError, AssertionError, SyntaxError, RuntimeError)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+
+
+def _video(suite: Suite, row: dict, camera: str, episode: int):
+    """(file, function of frame numbers -> uint8 [n, 3, h, w]) of one camera of one episode."""
     from lerobot.datasets.video_utils import decode_video_frames
 
-    row, span = suite.episodes[episode], slice(suite.start[episode], suite.start[episode + 1])
-    views = []
-    for camera in robot.cameras:
-        where = {k: row[f"videos/{camera}/{k}"] for k in ("chunk_index", "file_index", "from_timestamp")}
-        path = suite.root / suite.video_path.format(video_key=camera, chunk_index=where["chunk_index"], file_index=where["file_index"])
-        seconds = where["from_timestamp"] + suite.timestamp[span]
-        try:  # half a frame of tolerance: start times summed over a long file drift by more than the reference's 1e-4 s
-            views.append(decode_video_frames(path, seconds.tolist(), 0.5 / suite.fps, backend="pyav", return_uint8=True))
-        except (OSError, ValueError, AssertionError) as error:
-            raise Precondition(
-                "decodable video", f"episode {episode} in {path}: {type(error).__name__}: {str(error)[:200]}", "fetch this file again"
-            ) from error
-    return snap(mosaic(views, robot.camera_size))
+    where = {k: row[f"videos/{camera}/{k}"] for k in ("chunk_index", "file_index", "from_timestamp")}
+    path = suite.root / suite.video_path.format(video_key=camera, chunk_index=where["chunk_index"], file_index=where["file_index"])
+    seconds = where["from_timestamp"] + suite.timestamp[suite.start[episode] : suite.start[episode + 1]]
+    # Half a frame of tolerance: start times summed over a long file drift by more than the reference's 1e-4 s.
+    return path, lambda rows: decode_video_frames(path, seconds[list(rows)].tolist(), 0.5 / suite.fps, backend="pyav", return_uint8=True)
+
+
+def _pictures(suite: Suite, row: dict, camera: str, episode: int):
+    """As _video, for encoded pictures that the data files hold as {bytes, path}."""
+    import torch
+    from PIL import Image
+
+    path = suite.root / suite.data_path.format(chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
+    table = read_table(path, ["index", camera], [("episode_index", "==", row["episode_index"])]).sort_by("index")
+    stored = table[camera].to_pylist()
+
+    def decode(rows):
+        pictures = [np.array(Image.open(io.BytesIO(stored[i]["bytes"])).convert("RGB")) for i in rows]
+        return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)
+
+    return path, decode
 
 
 # ---------------------------------------------------------------- encoded cache
@@ -366,7 +449,8 @@ class CachedSuite:
     start: np.ndarray  # int64 [windows]: the row of the window's first action
     prompt: np.ndarray  # int64 [windows]: the first prompt of its task and idle count
     variants: np.ndarray  # int64 [windows]: how many wordings of the task follow one another there
-    val: np.ndarray  # bool [windows]
+    train: np.ndarray  # bool [windows]
+    val: np.ndarray  # bool [windows]: of held-out episodes. Windows with an undecodable frame are in neither
 
 
 def read_manifest(folder: Path) -> dict:
@@ -391,10 +475,12 @@ def open_cached_suite(folder: Path, manifest: dict, name: str) -> CachedSuite:
     if size != 2 * int(np.prod(shape)):
         raise Precondition(f"{2 * int(np.prod(shape))} bytes in {root / 'latents.bin'}", f"{size}", "encode again with --force")
     column = {c: table[c].to_numpy().astype(np.int64) for c in ("start", "prompt", "variants")}
+    val, bad = (table[c].to_numpy(zero_copy_only=False) for c in ("val", "bad"))
     return CachedSuite(
         name,
         np.memmap(root / "latents.bin", np.uint16, "r", shape=shape),
         np.load(root / "actions.npy"),
-        val=table["val"].to_numpy(zero_copy_only=False),
+        train=~(val | bad),
+        val=val & ~bad,
         **column,
     )

@@ -100,23 +100,53 @@ def load_stats(path: Path = BUILT_IN, block: str = "global_raw") -> QuantileStat
     return QuantileStats(q01, q99, fps, block, path, hashlib.sha256(raw).hexdigest())
 
 
-def pooled_stats(rows: np.ndarray, rotation: slice, fps: float) -> dict:
-    """Both blocks of a stats file from all rows pooled (never an average of per-episode quantiles).
+class Pool:
+    """Statistics of a stream of rows, pooled (never averages of per-episode quantiles): add() them in order, then table().
 
-    rows: [n, channels], finite; rotation: the channels that `global` leaves at -1..1. Quantiles interpolate linearly.
-    Raises ValueError with the first bad row when one is not finite.
+    Count, mean, std, min and max are exact for any number of rows. q01 and q99 are exact up to `limit` rows; beyond, they are those
+    of a uniform sample of `limit` rows (a reservoir), the same for the same rows in the same order. Quantiles interpolate linearly.
     """
-    rows = np.asarray(rows, np.float64)
-    if not len(rows):
-        raise ValueError("no rows to measure")
-    bad = ~np.isfinite(rows).all(-1)
-    if bad.any():
-        raise ValueError(f"{int(bad.sum())} row(s) are not finite, the first is row {int(bad.argmax())}")
-    q01, q99 = np.quantile(rows, QUANTILES, axis=0)
-    raw = {"q01": q01, "q99": q99, "mean": rows.mean(0), "std": rows.std(0), "min": rows.min(0), "max": rows.max(0)}
-    fixed = {k: v.copy() for k, v in raw.items()}
-    for key, value in (("q01", -1.0), ("q99", 1.0), ("mean", 0.0), ("std", 1.0), ("min", -1.0), ("max", 1.0)):
-        fixed[key][rotation] = value
-    return {"fps": float(fps), "count": len(rows)} | {
-        name: {k: v.tolist() for k, v in table.items()} for name, table in (("global", fixed), ("global_raw", raw))
-    }
+
+    def __init__(self, limit: int = 20_000_000, seed: int = 0):  # 20 M rows of 10 channels: 1.6 GB
+        self.limit, self.rng = limit, np.random.default_rng(seed)
+        self.count, self.kept = 0, []
+
+    def add(self, rows: np.ndarray) -> None:
+        """rows: [n, channels]. Raises ValueError with the first bad row of these when one is not finite."""
+        rows = np.array(rows, np.float64)
+        if not len(rows):
+            return
+        bad = ~np.isfinite(rows).all(-1)
+        if bad.any():
+            raise ValueError(f"{int(bad.sum())} row(s) are not finite, the first is row {int(bad.argmax())}")
+        first, self.count = self.count, self.count + len(rows)
+        mean, square = rows.mean(0), rows.var(0) * len(rows)
+        if first:  # Chan, Golub and LeVeque: the moments of two parts give those of the whole
+            shift = mean - self.mean
+            self.square += square + shift**2 * first * len(rows) / self.count
+            self.mean += shift * len(rows) / self.count
+            self.min, self.max = np.minimum(self.min, rows.min(0)), np.maximum(self.max, rows.max(0))
+        else:
+            self.mean, self.square, self.min, self.max = mean, square, rows.min(0), rows.max(0)
+        room = max(0, self.limit - first)
+        if room:
+            self.kept.append(rows[:room])
+        if len(rows) > room:  # row number n replaces a kept one with probability limit / (n + 1)
+            if len(self.kept) > 1:
+                self.kept = [np.concatenate(self.kept)]
+            place = self.rng.integers(0, np.arange(first + room, self.count) + 1)
+            hit = place < self.limit
+            self.kept[0][place[hit]] = rows[room:][hit]  # of two rows with one place, the later stays
+
+    def table(self, rotation: slice, fps: float) -> dict:
+        """Both blocks of a stats file. rotation: the channels that `global` leaves at -1..1. Raises ValueError when no row came."""
+        if not self.count:
+            raise ValueError("no rows to measure")
+        q01, q99 = np.quantile(np.concatenate(self.kept), QUANTILES, axis=0)
+        raw = {"q01": q01, "q99": q99, "mean": self.mean, "std": np.sqrt(self.square / self.count), "min": self.min, "max": self.max}
+        fixed = {k: v.copy() for k, v in raw.items()}
+        for key, value in (("q01", -1.0), ("q99", 1.0), ("mean", 0.0), ("std", 1.0), ("min", -1.0), ("max", 1.0)):
+            fixed[key][rotation] = value
+        return {"fps": float(fps), "count": self.count, "quantiles_of": min(self.count, self.limit)} | {
+            name: {k: v.tolist() for k, v in table.items()} for name, table in (("global", fixed), ("global_raw", raw))
+        }

@@ -25,9 +25,9 @@ TRANSFORMER = {
 }  # fmt: skip
 # AutoencoderKLWan in Wan2.2 shape: x16 in space, x4 in time, 48 channels.
 VAE = {
-    "base_dim": 8, "decoder_base_dim": 8, "z_dim": 48, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 1, "attn_scales": [], "temperal_downsample": [False, True, True],
+    "base_dim": 4, "decoder_base_dim": 4, "z_dim": 48, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 1, "attn_scales": [], "temperal_downsample": [False, True, True],
     "is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_temporal": 4, "scale_factor_spatial": 16,
-    "latents_mean": [0.0] * 48, "latents_std": [0.125] * 48,  # a random encoder's output is about this wide
+    "latents_mean": [0.0] * 48, "latents_std": [0.15] * 48,  # a random encoder's output is about this wide
 }  # fmt: skip
 SCHEDULER = {
     "prediction_type": "flow_prediction",

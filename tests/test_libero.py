@@ -165,12 +165,19 @@ def test_episode_frames_come_from_the_right_place(goal):
 
 
 def test_broken_video_names_file_and_episode(tmp_path):
-    """A video cut in half stops with the file and the episode in the message."""
+    """A video cut in half stops with the file, the episode and the frame in the message; with a list for them, the good frames come and the others are listed."""
     shutil.copytree(DEMO / "libero_goal", tmp_path / "libero_goal")
     video = next((tmp_path / "libero_goal/videos" / LIBERO.cameras[0]).rglob("*.mp4"))
     video.write_bytes(video.read_bytes()[: video.stat().st_size // 2])
-    with pytest.raises(Precondition, match=r"episode 2 in .*file-000.mp4"):
-        libero.episode_frames(libero.read_suite(tmp_path / "libero_goal"), 2)
+    suite = libero.read_suite(tmp_path / "libero_goal")
+    with pytest.raises(Precondition, match=r"episode 1 frame \d+ in .*file-000.mp4"):
+        libero.episode_frames(suite, 1)
+    bad = []
+    frames, whole = libero.episode_frames(suite, 1, bad), libero.episode_frames(libero.read_suite(DEMO / "libero_goal"), 1)
+    first = bad[0][0]
+    assert [b[0] for b in bad] == list(range(first, 152)) and 20 < first < 140 and bad[0][1] == str(video)
+    assert torch.equal(frames[:first], whole[:first])  # what decodes is as in the whole file
+    assert torch.equal(frames[first:, :, :155, 165:], whole[first:, :, :155, 165:]) and not frames[first:, :, :150, :150].any()
 
 
 def test_v2_data_is_refused_by_version(tmp_path):
@@ -247,6 +254,9 @@ def test_another_robot_is_another_value(tmp_path):
     episodes = next((root / "meta/episodes").rglob("*.parquet"))
     table = pq.read_table(episodes)
     pq.write_table(table.rename_columns([c.replace(LIBERO.cameras[0], "cam") for c in table.column_names]), episodes)
-    windows = libero.windows(libero.read_suite(root, robot), robot)
+    info = json.loads((root / "meta/info.json").read_text())
+    info["features"]["cam"] = info["features"].pop(LIBERO.cameras[0])
+    (root / "meta/info.json").write_text(json.dumps(info))
+    windows = libero.windows(libero.read_suite(root, robot))
     assert len(windows["start"]) == 391 - 3 * 32
     assert windows["idle"][0] == 12 and windows["idle"][20] == 32  # frames 0..31 hold 20..31; 20..51 stand still throughout

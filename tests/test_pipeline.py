@@ -3,6 +3,7 @@
 One `run_all.sh --tiny` serves all tests here (fixture `walk`).
 """
 
+import copy
 import filecmp
 import json
 import os
@@ -106,21 +107,29 @@ def test_run_all_stops_at_the_first_failure(tmp_path):
 
 
 def test_cached_latents_are_the_stock_vae(walk):
-    """Windows of two suites: the cached latent is what a stock AutoencoderKLWan gives for those frames alone, within bf16 rounding."""
-    encode = load_script("04_fetch_libero")
+    """Windows of two suites: the cached latent is what a stock AutoencoderKLWan gives for those frames alone, within bf16 rounding: it differs
+    from the stock bf16 encode by no more than that one differs from the same in float32, and is as near to float32 as that one."""
+    from diffusers import AutoencoderKLWan
+
     manifest = libero.read_manifest(walk / "cache")
-    vae, mean, inv_std = encode.load_vae(walk / "models/Cosmos3-Nano/vae", "cpu")
+    vae = AutoencoderKLWan.from_pretrained(walk / "models/Cosmos3-Nano/vae", torch_dtype=torch.bfloat16)
+    single = copy.deepcopy(vae).float()
+    mean, std = (torch.tensor(v, dtype=torch.bfloat16).view(-1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
     for name in ("libero_goal", "libero_10"):
         cached, suite = libero.open_cached_suite(walk / "cache", manifest, name), libero.read_suite(walk / "data" / name)
-        row = len(cached.start) - 1
-        episode = int(np.searchsorted(suite.start, cached.start[row], "right")) - 1
-        first = cached.start[row] - suite.start[episode]
-        clip = libero.episode_frames(suite, episode)[first : first + 17].transpose(0, 1)[None]
-        mu = vae.encode((clip.float() / 127.5 - 1).bfloat16()).latent_dist.mean
-        expected = ((mu - mean) * inv_std)[0, :, :, :10, :20].float()
-        found = torch.from_numpy(np.array(cached.latents[row])).view(torch.bfloat16).float()
-        assert found.shape == (48, 5, 10, 20)
-        assert (found - expected).norm() <= 2**-8 * expected.norm()
+        for row in (0, len(cached.start) - 1):  # in a full batch, and in one that was not
+            episode = int(np.searchsorted(suite.start, cached.start[row], "right")) - 1
+            first = cached.start[row] - suite.start[episode]
+            clip = libero.episode_frames(suite, episode)[first : first + 17].transpose(0, 1)[None]
+            with torch.no_grad():
+                mu = vae.encode((clip.float() / 127.5 - 1).bfloat16()).latent_dist.mean[0]
+                exact = (single.encode(clip.float() / 127.5 - 1).latent_dist.mean[0] - mean) / std
+            stock, exact = ((mu - mean) * (1 / std))[:, :, :10, :20].float(), exact[:, :, :10, :20]
+            found = torch.from_numpy(np.array(cached.latents[row])).view(torch.bfloat16).float()
+            assert found.shape == (48, 5, 10, 20)
+            apart, ours, theirs = ((a - b).norm() / exact.norm() for a, b in ((found, stock), (found, exact), (stock, exact)))
+            print(f"{name} window {row}: {apart:.1e} of its norm from the stock encode; from float32: ours {ours:.1e}, stock {theirs:.1e}")
+            assert apart <= theirs and ours <= 1.1 * theirs
 
 
 def test_cached_actions_are_as_stored(walk):
@@ -141,34 +150,6 @@ def test_cached_prompts_are_the_understanding_tower(walk):
     assert stored["k.0"].shape[1] == 10
     torch.testing.assert_close(stored["k.3"], k, rtol=0, atol=0)
     torch.testing.assert_close(stored["v.3"], v, rtol=0, atol=0)
-
-
-def test_interrupted_encode_resumes_to_the_same_bytes(walk, tmp_path, monkeypatch):
-    """Stopped in the middle of the second suite and run again, encode redoes no finished episode of either and ends with the same latents."""
-    encode = load_script("04_fetch_libero")
-    suites = ["libero_goal", "libero_object"]
-    argv = ["encode", "--data", str(walk / "data"), "--suites", *suites, "--base", str(walk / "models/Cosmos3-Nano"), "--stride", "16"]
-    argv += ["--out", str(tmp_path / "cache")]
-    real, seen, again = libero.episode_frames, [], []
-
-    def frames(suite, episode, *rest):
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-        seen.append((suite.name, episode))
-        return real(suite, episode, *rest)
-
-    monkeypatch.setattr(libero, "episode_frames", frames)
-    with pytest.raises(KeyboardInterrupt):
-        encode.main(argv)
-    assert not (tmp_path / "cache").exists()
-    monkeypatch.setattr(libero, "episode_frames", lambda suite, e, *rest: again.append((suite.name, e)) or real(suite, e, *rest))
-    assert encode.main(argv) == 0
-    assert seen == [("libero_goal", 0), ("libero_goal", 1), ("libero_goal", 2), ("libero_object", 0)]
-    assert again == [("libero_object", 1), ("libero_object", 2)]
-    for suite in suites:
-        assert (tmp_path / f"cache/{suite}/latents.bin").read_bytes() == (walk / f"cache/{suite}/latents.bin").read_bytes()
-        assert not (tmp_path / f"cache/{suite}/done.txt").exists()
-    assert encode.main(argv) == 0 and len(again) == 2  # the same request again: nothing to do
 
 
 def test_encode_never_calls_bad_latents_complete(walk, tmp_path):
@@ -219,59 +200,6 @@ def test_force_never_deletes_an_input_or_a_strangers_folder(walk, tmp_path, scri
     run = run_script(script, *(f.format(**places) for f in flags), "--out", out.format(**places), "--force")
     assert run.returncode in (3, 4) and "[FAIL]" in run.stderr and "Traceback" not in run.stderr
     assert sorted((p, p.stat().st_size) for p in home.rglob("*")) == before
-
-
-def test_fetch_without_a_network(walk, tmp_path):
-    """Offline, fetch of the real data set is exit 3 with the way out; once fetch.json says that it finished, the hub is not asked again."""
-    shutil.copytree(walk / "data", tmp_path / "data")
-    (tmp_path / "data/fetch.json").unlink()
-    run = run_script("04_fetch_libero.py", "fetch", "--data", tmp_path / "data")
-    assert run.returncode == 3 and "HF_HUB_OFFLINE" in run.stderr and "Traceback" not in run.stderr
-    note = {"repo": "nvidia/LIBERO_LeRobot_v3", "asked": "main", "revision": "a" * 40, "suites": list(LIBERO.suites)}
-    (tmp_path / "data/fetch.json").write_text(json.dumps(note))
-    run = run_script("04_fetch_libero.py", "fetch", "--data", tmp_path / "data")
-    assert run.returncode == 0 and "already" in run.stdout
-    other = run_script("04_fetch_libero.py", "fetch", "--data", tmp_path / "data", "--revision", "b" * 40)
-    assert other.returncode == 3
-
-
-def test_missing_suite_is_an_error(walk, tmp_path):
-    """Three of four suites: exit 3 with the missing one's name, never a smaller mix."""
-    shutil.copytree(walk / "data", tmp_path / "data")
-    shutil.rmtree(tmp_path / "data/libero_goal")
-    run = run_script("04_fetch_libero.py", "check", "--data", tmp_path / "data")
-    assert run.returncode == 3 and "no libero_goal" in run.stderr
-
-
-def test_check_names_every_defect(walk, tmp_path):
-    """Four defects in one suite: check lists each of them with its place, and exits 5."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    root = shutil.copytree(walk / "data/libero_goal", tmp_path / "data/libero_goal")
-    file = next((root / "data").rglob("*.parquet"))
-    table = pq.read_table(file)
-    actions = np.stack(table["action"].to_numpy())
-    actions[5, 0], actions[200, 6] = np.nan, -1.0
-    table = table.set_column(table.schema.get_field_index("action"), "action", pa.array(list(actions), table.schema.field("action").type))
-    pq.write_table(table, file)
-    video = next((root / "videos" / LIBERO.cameras[1]).rglob("*.mp4"))
-    video.write_bytes(video.read_bytes()[: video.stat().st_size // 2])
-    info = json.loads((root / "meta/info.json").read_text())
-    (root / "meta/info.json").write_text(json.dumps(info | {"total_frames": 390}))
-    run = run_script(
-        "04_fetch_libero.py", "check", "--data", tmp_path / "data", "--suites", "libero_goal", "--json", tmp_path / "report.json"
-    )
-    assert run.returncode == 5
-    for text in (
-        "not finite: 1 frames, first episode 0 frame 5",
-        "gripper leaves [0, 1]",
-        "episode 1 frame 74",
-        "390 frames",
-        "episode 2 in",
-    ):
-        assert text in run.stdout, (text, run.stdout)
-    assert len(json.loads((tmp_path / "report.json").read_text())["libero_goal"]) == run.stdout.count("[FAIL]")
 
 
 def test_stats_are_those_of_the_training_episodes(walk, tmp_path):

@@ -288,7 +288,9 @@ def test_relative_path_becomes_absolute(tmp_path, monkeypatch):
 
 
 def pooled(rows, rotation=slice(0, 0)):
-    return quantile.pooled_stats(np.asarray(rows, float), rotation, 20)
+    pool = quantile.Pool()
+    pool.add(np.asarray(rows, float))
+    return pool.table(rotation, 20)
 
 
 def test_quantiles_are_of_the_pooled_rows():
@@ -317,6 +319,41 @@ def test_bad_row_is_named(value):
 def test_rows_are_counted_once():
     """N15: the file says how many rows went in, whatever the channel count."""
     assert pooled(np.zeros((7, 3)))["count"] == 7
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+def test_parts_make_the_whole(lengths, seed):
+    """Rows added in parts of any size give the count, moments, extremes and quantiles of all of them at once, as numpy computes them."""
+    rows = np.random.default_rng(seed).normal(3, 2, (sum(lengths), 2))
+    pool = quantile.Pool()
+    for part in np.split(rows, np.cumsum(lengths)[:-1]):
+        pool.add(part)
+    raw = pool.table(slice(0, 0), 20)["global_raw"]
+    expected = {"mean": rows.mean(0), "std": rows.std(0), "min": rows.min(0), "max": rows.max(0)}
+    expected |= dict(zip(("q01", "q99"), np.quantile(rows, quantile.QUANTILES, axis=0), strict=True))
+    for key, value in expected.items():
+        np.testing.assert_allclose(raw[key], value, rtol=1e-12, atol=1e-12, err_msg=key)
+    assert pool.count == len(rows)
+
+
+def test_reservoir_is_uniform_and_deterministic():
+    """N13: beyond the limit q01 and q99 come from a uniform sample: the same for the same rows, each row kept with probability limit / rows,
+    early or late; mean and extremes stay exact."""
+    kept = np.zeros(300)
+    for seed in range(400):
+        pool = quantile.Pool(limit=30, seed=seed)
+        for part in np.split(np.arange(300.0)[:, None], 10):
+            pool.add(part)
+        kept[pool.kept[0][:, 0].astype(int)] += 1
+        assert len(np.unique(pool.kept[0])) == 30
+    share = kept.reshape(10, 30).sum(1) / kept.sum()  # expected 0.1 each; the standard deviation of each is 0.0026
+    assert np.abs(share - 0.1).max() < 0.013
+    table = pool.table(slice(0, 0), 20)
+    assert (table["count"], table["quantiles_of"], table["global_raw"]["mean"], table["global_raw"]["max"]) == (300, 30, [149.5], [299.0])
+    again = quantile.Pool(limit=30, seed=399)
+    for part in np.split(np.arange(300.0)[:, None], 10):
+        again.add(part)
+    assert again.table(slice(0, 0), 20) == table
 
 
 def test_global_fixes_only_the_rotation():

@@ -69,7 +69,8 @@ def write_cache(folder: Path, base: Path, windows: int, device) -> None:
     texts = ["", *(libero.build_prompt(f"pick up object {i} and place it in the basket on the table", 0, 20.0) for i in range(10))]
     folder.mkdir(parents=True)
     source = weights.open_source(base)
-    encode.encode_prompts(texts, base, source, device, folder / "prompt_kv.safetensors")
+    tokenizer = libero.load_tokenizer(base / "text_tokenizer")
+    encode.encode_prompts([libero.prompt_ids(tokenizer, t) for t in texts], source, device, folder / "prompt_kv.safetensors")
     for suite in LIBERO.suites:
         (folder / suite).mkdir()
         values = rng.standard_normal((windows, *shape), np.float32)
@@ -83,7 +84,9 @@ def write_cache(folder: Path, base: Path, windows: int, device) -> None:
             "prompt": rng.integers(1, len(texts), windows),
             "variants": np.ones(windows, np.int64),
         }
-        pq.write_table(pa.table({**column, "val": np.arange(windows) < 1}), folder / suite / "windows.parquet")
+        pq.write_table(
+            pa.table({**column, "val": np.arange(windows) < 1, "bad": np.zeros(windows, bool)}), folder / suite / "windows.parquet"
+        )
     shutil.copy(quantile.BUILT_IN, folder / "stats.json")
     stats = quantile.load_stats(folder / "stats.json")
     manifest = {
