@@ -36,6 +36,7 @@ STAGE = "04_fetch_libero"
 REPO = "nvidia/LIBERO_LeRobot_v3"
 DEMO = Path(__file__).resolve().parent / "tests/data/libero_demo"  # 12 real simulator episodes, 3 a suite
 INSIDE = 1.1  # a normalized action beyond it lies outside the stats' quantiles by a tenth of their half range
+SAY_EVERY = 30.0  # seconds between progress lines where there is no terminal for a bar
 WARN_INSIDE, LEAST_INSIDE = 0.9, 0.5  # share of the steps that stats of this data would leave inside: 0.98
 
 
@@ -299,7 +300,7 @@ def check(args) -> dict:
 
 
 def preview(suite, normalizer, file: Path) -> None:
-    """Draw the window in which the gripper first closes: its 17 canvases, its prompt, its actions as stored and as the model sees them."""
+    """Draw the window whose actions vary most: its 17 canvases, its prompt, its actions as stored and as the model sees them."""
     import textwrap
 
     import matplotlib
@@ -308,9 +309,8 @@ def preview(suite, normalizer, file: Path) -> None:
     from matplotlib import pyplot as plt
 
     column = libero.windows(suite)
-    gripper = suite.actions[:, -1]
-    closes = [i for i, s in enumerate(column["start"]) if gripper[s] > 0.5 > gripper[s + suite.robot.chunk // 2]]
-    i = closes[0] if closes else len(column["start"]) // 2
+    chunks = normalizer.normalize(suite.robot.encode(suite.actions))[column["start"][:, None] + np.arange(suite.robot.chunk)]
+    i = int(chunks.std(1).sum(-1).argmax())
     episode, start = int(column["episode"][i]), int(column["start"][i])
     first = start - int(suite.start[episode])
     frames = libero.episode_frames(suite, episode)[first : first + suite.robot.frames].permute(0, 2, 3, 1).numpy()
@@ -339,7 +339,8 @@ def preview(suite, normalizer, file: Path) -> None:
         (normalizer.normalize(encoded), suite.robot.encoded, right, f"as the model sees it, {suite.robot.raw_action_dim}-D, normalized"),
     ):
         for k, name in enumerate(names):
-            axis.plot(step, values[:, k], marker=".", label=name, color=plt.get_cmap("tab10")(k))
+            place = sorted({n for n, *_ in suite.robot.action_range} | set(suite.robot.encoded)).index(name)
+            axis.plot(step, values[:, k], marker=".", label=name, color=plt.get_cmap("tab20")(place))
         axis.set(title=label, xlabel="step of the chunk", xticks=step)
         axis.grid(alpha=0.3)
         axis.legend(ncols=2, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -675,6 +676,7 @@ def encode_windows(args, p: dict, rank: int, world: int) -> None:
     ahead = 4 if on_gpu else 1
     with ThreadPoolExecutor(ahead) as pool, open(part / f"done.{rank}.jsonl", "a") as log:
         mine = todo[rank::world]
+        windows, start, said = 0, time.monotonic(), time.monotonic()
         queue = [pool.submit(load, *item) for item in mine[:ahead]]
         for i, (suite, column, episode) in enumerate(tqdm(mine, f"rank {rank}", disable=not sys.stderr.isatty())):
             rows, frames, bad = queue.pop(0).result()
@@ -705,6 +707,11 @@ def encode_windows(args, p: dict, rank: int, world: int) -> None:
             log.write(json.dumps(entries[suite.name, episode]) + "\n")
             log.flush()
             os.fsync(log.fileno())
+            windows += len(rows)
+            if not sys.stderr.isatty() and time.monotonic() - said > SAY_EVERY:
+                said, rate = time.monotonic(), windows / (time.monotonic() - start)
+                left = (time.monotonic() - start) / (i + 1) * (len(mine) - i - 1) / 60
+                console.say(f"[step] episode {i + 1} of {len(mine)} of this rank, {rate:.1f} windows/s a rank, {left:.0f} min left")
 
 
 def touched(first: np.ndarray, bad: list) -> np.ndarray:

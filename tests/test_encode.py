@@ -28,7 +28,8 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def test_ranks_share_the_work_and_make_the_same_bytes(walk, tmp_path):
-    """torchrun with two ranks: each encodes some of the episodes, one of them talks, and the cache is the one process's byte for byte."""
+    """torchrun with two ranks: each encodes some of the episodes, one of them talks, and the cache is the one process's byte for byte.
+    D12: its manifest records how many frames and episodes each suite had, and at which rate."""
     argv = [
         "04_fetch_libero.py",
         "encode",
@@ -45,6 +46,13 @@ def test_ranks_share_the_work_and_make_the_same_bytes(walk, tmp_path):
     run = run_script(*argv, launcher=launcher)
     assert run.returncode == 0, run.stderr[-3000:]
     assert tree(tmp_path / "cache") == tree(walk / "cache")
+    manifest = libero.read_manifest(tmp_path / "cache")
+    assert {s: (m["episodes"], m["frames"]) for s, m in manifest["suites"].items()} == {
+        "libero_spatial": (3, 421),
+        "libero_object": (3, 455),
+        "libero_goal": (3, 391),
+        "libero_10": (3, 866),
+    } and manifest["fps"] == 20.0
     assert run.stdout.count("[done]") == 1 and run.stdout.count("[plan] prompts") == 1
 
 
