@@ -146,7 +146,9 @@ def suite_roots(args) -> list[Path]:
         raise Precondition(
             f"suites {', '.join(names)} in {args.data}",
             f"no {', '.join(missing)}",
-            mend if itself else f"python 04_fetch_libero.py fetch --data {args.data}, or name fewer with --suites",
+            mend
+            if itself
+            else f"python 04_fetch_libero.py fetch --data {args.data} --suites {' '.join(missing)}, or name fewer with --suites",
         )
     return [args.data / s for s in names]
 

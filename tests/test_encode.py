@@ -119,13 +119,14 @@ def start(out):
 begin = time.monotonic()
 assert os.waitpid(start("whole"), 0)[1] == 0
 whole, rng, kills = time.monotonic() - begin, random.Random(0), 0
+finished = iter(range(100))
 while kills < 10:
     pid = start("cache")
     time.sleep(rng.uniform(0, whole))
     os.kill(pid, signal.SIGKILL)
     kills += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
     if os.path.exists("cache/COMPLETE"):  # that one got through: keep it, and go on with a new one
-        os.rename("cache", f"cache{{kills}}")
+        os.rename("cache", f"cache{{next(finished)}}")
 assert os.waitpid(start("cache"), 0)[1] == 0
 """
 
