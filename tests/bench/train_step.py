@@ -1,0 +1,149 @@
+"""The trainer at full Nano width on this machine's GPUs: how fast, and how far from what the chip can do.
+
+Run:    python tests/bench/synthetic.py --layers 36 --windows 400 --out work/synthetic
+        python tests/bench/train_step.py --work work/synthetic --gpus 1 -- --micro-batch 32 --grad-checkpoint 6 --compile
+Prints  in one run: the bf16 matrix rate (8192 cubed, random data), the stock diffusers forward and backward one sample at a time, and
+        05_train_fsdp2.py itself, launched as a user does with the flags after `--`: samples/s of the steady steps, useful TFLOP/s,
+        their share of the matrix rate, peak memory, waiting for data. Then the time of a 2048-sample step and of 5,000 steps on 8 GPUs,
+        modelled from the measured rate; communication is not measured there but bounded from both sides.
+
+Useful FLOP a sample: three times the generation tower's forward (3.695 TFLOP linear) and 3.5 times its attention (0.064 TFLOP); what is
+recomputed does not count.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO), str(REPO / "tests")]
+
+NANO_LAYERS = 36
+LINEAR, ATTENTION = 3.695e12, 0.064e12  # FLOP of a sample's forward at 36 layers and 266 generation tokens
+TRAINED = 6_982_401_216
+LINK = 370e9  # bytes/s that a ring reduce-scatter or all-gather moves a GPU over NVLink of 450 GB/s a direction; assumed, not measured
+
+
+def matrix_rate() -> dict:
+    import time
+
+    import torch
+
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(5):
+        a @ b
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(50):
+        a @ b
+    torch.cuda.synchronize()
+    return {"matmul": 2 * 8192**3 * 50 / (time.perf_counter() - start)}
+
+
+def stock_loop(base: Path, samples: int) -> dict:
+    """Samples/s of the stock diffusers transformer, one sample a forward and backward, with the trained tensors' gradients only."""
+    import time
+
+    import torch
+    from stock import stock_forward
+
+    from common import cosmos3, keys, weights
+
+    source = weights.open_source(base)
+    model = cosmos3.materialize(cosmos3.build_transformer(weights.read_config(source)).to(torch.bfloat16), torch.device("cuda"))
+    weights.load_module(model, source)
+    trained = {keys.to_diffusers(n) for n in keys.trained(keys.shapes(weights.read_config(source), sound=False))}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    frames, actions = torch.tensor([True, False, False, False, False], device="cuda"), torch.zeros(16, dtype=torch.bool, device="cuda")
+    ids = torch.arange(140, device="cuda")
+    torch.manual_seed(0)
+    x, a = torch.randn(1, 48, 5, 10, 20, device="cuda").bfloat16(), torch.randn(16, 64, device="cuda").bfloat16()
+    for i in range(samples + 2):
+        if i == 2:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        outputs = stock_forward(model, ids, x, a, 0.7, frames, actions)
+        sum(o.float().square().mean() for o in outputs).backward()
+    torch.cuda.synchronize()
+    return {"stock": samples / (time.perf_counter() - start)}
+
+
+def child(*argv) -> dict:
+    """Run one measurement in a process of its own, so that its memory is free again for the next."""
+    run = subprocess.run([sys.executable, __file__, *map(str, argv)], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def trainer(args) -> list[dict]:
+    """Launch stage 05; -> the figures of its steady [step] lines (the first two, with compilation, are left out)."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
+    script = [str(REPO / "05_train_fsdp2.py"), "--base", str(args.work / "Cosmos3-Nano"), "--cache", str(args.work / "cache")]
+    flags = ["--out", str(args.work / "bench_run"), "--save-every", "0", "--val-every", "0", "--steps", str(args.steps), "--ema", "off"]
+    command = [*(launch if args.gpus > 1 else [sys.executable]), *script, *flags, "--global-batch", str(args.global_batch), *args.flags]
+    shutil.rmtree(args.work / "bench_run", ignore_errors=True)
+    steps = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("[step] "):
+                steps.append({k: float(v) for k, v in re.findall(r"([\w/]+):([-+.\de]+)", line)})
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return steps[2:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("work/synthetic"), help="folder of tests/bench/synthetic.py")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks of the trainer")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps; the first two are not counted")
+    parser.add_argument("--global-batch", type=int, default=256, help="samples a step")
+    parser.add_argument("--samples", type=int, default=10, help="samples of the stock loop; 0 leaves it out")
+    parser.add_argument("--child", choices=("matmul", "stock"), help=argparse.SUPPRESS)
+    parser.add_argument("flags", nargs="*", help="after --: flags of 05_train_fsdp2.py; the last of a flag given twice holds")
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(matrix_rate() if args.child == "matmul" else stock_loop(args.work / "Cosmos3-Nano", args.samples)))
+        return 0
+    from common import console, weights
+
+    layers = weights.read_config(weights.open_source(args.work / "Cosmos3-Nano"))["num_hidden_layers"]
+    flop = (3 * LINEAR + 3.5 * ATTENTION) * layers / NANO_LAYERS
+    matmul = child("--child", "matmul")["matmul"]
+    console.ok("matmul", f"{matmul / 1e12:.0f} TFLOP/s, 8192 cubed, bf16")
+    stock = child("--child", "stock", "--work", args.work, "--samples", args.samples)["stock"] if args.samples else None
+    if stock:
+        console.ok("stock", f"{stock:.2f} samples/s, one sample a forward")
+    steady = trainer(args)
+    if not steady:
+        raise SystemExit("no steady step: raise --steps")
+    mean = {k: sum(s[k] for s in steady) / len(steady) for k in steady[0]}
+    rate = mean["samples/s"] / args.gpus
+    console.ok("trainer", f"{mean['samples/s']:.1f} samples/s, {rate:.1f} a GPU, over {len(steady)} steps of {args.global_batch}")
+    console.ok("useful", f"{rate * flop / 1e12:.0f} TFLOP/s a GPU, {rate * flop / matmul:.1%} of the matrix rate")
+    console.ok("peak", f"{mean['peak_gib']:.1f} GiB a GPU")
+    console.ok("data", f"{mean['data_s'] / mean['s']:.2%} of the step is waiting for data")
+    if stock:
+        console.ok("ratio", f"{rate / stock:.1f} times the stock loop")
+    compute = 2048 / 8 / rate
+    moved = TRAINED * layers / NANO_LAYERS * 7 / 8 / LINK  # seconds per byte of each weight that a ring of eight moves
+    gathers = moved * 2 * 2 * compute * rate / 32  # bf16, forward and backward of each micro-batch of 32
+    reduces = moved * 4  # float32, once a step
+    low, high = compute, compute + gathers + reduces
+    console.ok(
+        "8 GPUs",
+        f"modelled: {low:.1f} s a step of 2048 if all communication hides behind computation, {high:.1f} s if none does; "
+        f"5,000 steps in {low * 5000 / 3600:.1f} to {high * 5000 / 3600:.1f} h",
+    )
+    facts = {"samples_per_s": f"{mean['samples/s']:.1f}", "share": f"{rate * flop / matmul:.3f}", "peak_gib": f"{mean['peak_gib']:.1f}"}
+    console.done("bench/train_step", gpus=args.gpus, **facts)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
