@@ -23,6 +23,7 @@ train = load_script("05_train_fsdp2")
 def small(walk, out, *flags):
     """The arguments of a short run over the walk-through's cache, 12 samples a step; later flags win."""
     own = ["--base", walk / "models/Cosmos3-Nano-DCP", "--cache", walk / "cache", "--out", out, "--global-batch", 12, "--micro-batch", 3]
+    own += ["--val-every", 0]
     return [str(a) for a in (*own, *flags)]
 
 
@@ -45,10 +46,12 @@ def tensors(checkpoint):
     """Every tensor of a checkpoint: weights, averages and Adam's moments."""
     import torch.distributed.checkpoint as dcp
 
-    metadata = weights.read_dcp_metadata(checkpoint)
-    state = {k: torch.empty(m.size) for k, m in metadata.state_dict_metadata.items()}
-    dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
-    return state
+    everything = {}
+    for folder in (checkpoint, checkpoint / "optim"):
+        state = {k: torch.empty(m.size) for k, m in weights.read_dcp_metadata(folder).state_dict_metadata.items()}
+        dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+        everything |= state
+    return everything
 
 
 @pytest.fixture(scope="module")
