@@ -1167,7 +1167,7 @@ def train(args, p: dict) -> dict:
                         log(f"[ok] pruned: {line}")
                     stopping = stopping or first_of(stop.name)  # a signal during the save needs no further step
             if stopping:
-                log(f"[ok] stopped: {stop.name or "signal to another rank"} at step {step}; --resume goes on")
+                log(f"[ok] stopped: {stop.name or 'signal to another rank'} at step {step}; --resume goes on")
                 break
     batches.close()
     if board:
