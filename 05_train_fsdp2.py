@@ -434,12 +434,12 @@ class PowerEMA:
             average.copy_(kept)
 
     def sharded(self) -> dict:
-        """The average as DTensors that share its memory, for saving and loading."""
+        """The average as DTensors net_ema.K that share its memory, for saving and loading."""
         from torch.distributed.tensor import DTensor
 
         self.wait()
         return {
-            k: DTensor.from_local(average, self.mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            f"net_ema.{k}": DTensor.from_local(average, self.mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
             for (k, p), average in zip(self.parameters.items(), self.averages, strict=True)
         }
 
@@ -450,7 +450,7 @@ class PowerEMA:
 def model_state(tower, ema) -> dict:
     """DTensors net.K and, with an average, net_ema.K (K canonical). Saving and loading use the same."""
     state = {f"net.{key}": p.detach() for key, p in canonical(tower).items()}
-    return state | ({f"net_ema.{k}": t for k, t in ema.sharded().items()} if ema else {})
+    return state | (ema.sharded() if ema else {})
 
 
 def optimizer_state(tower, optimizer) -> dict:
@@ -500,7 +500,10 @@ def save(args, train: dict, model: dict, optim: dict, policy: dict, nbytes: int)
             work()
         except (OSError, RuntimeError, Precondition, CheckpointException) as error:
             root = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            failure = f"{type(root).__name__}: {str(root).splitlines()[0] if str(root) else ''}"
+            free = console.human_bytes(
+                shutil.disk_usage(args.out).free
+            )  # torch's writer says of a full disk that it is at an unexpected position
+            failure = f"{type(root).__name__}: {str(root).splitlines()[0] if str(root) else ''} ({free} free)"
         failure = first_of(failure)
         return failure is None
 
@@ -999,15 +1002,16 @@ def train(args, p: dict) -> dict:
     optimizer = make_optimizer(tower, args.lr, state["step"] - state["skipped"])
     hold("Adam")
     lap("shard")
-    if not p["resume"]:
-        load_base(tower, p["source"], args.seed)
-    ema = PowerEMA(tower, args.ema) if args.ema != "off" else None
     if p["resume"]:
-        known = ema if state["ema_updates"] else None  # an average that --allow-change ema adds starts as a copy of the weights
-        dcp.load(model_state(tower, known), storage_reader=weights.open_source(p["resume"]).reader())
+        saved = weights.open_source(p["resume"])
+        dcp.load(model_state(tower, None), storage_reader=saved.reader())
         dcp.load(optimizer_state(tower, optimizer), storage_reader=dcp.FileSystemReader(str(p["resume"] / "optim")))
-        if ema:
-            ema.updates = state["ema_updates"]
+    else:
+        load_base(tower, p["source"], args.seed)
+    ema = PowerEMA(tower, args.ema) if args.ema != "off" else None  # a copy of the weights
+    if ema and state["ema_updates"]:
+        dcp.load(ema.sharded(), storage_reader=saved.reader())
+        ema.updates = state["ema_updates"]
     hold("EMA")
     lap("load weights")
     prompts = load_prompts(args.cache, manifest).to(device, dtype)

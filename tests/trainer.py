@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ def here(walk, out, *flags):
     """The same on one rank inside this process, which spares the imports. Returns (losses by step, exit code, output)."""
     text = io.StringIO()
     try:
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's error recorder wants a real stderr
             code = train.main(small(walk, out, *flags))
     except StageError as error:
         code = error.code
