@@ -9,10 +9,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import golden
-from trainer import here, run, small, tensors, train
+import torch.distributed.checkpoint as dcp
+from conftest import REPO, golden, run_script
+from safetensors.torch import save_file
+from trainer import TORCHRUN, here, run, small, tensors, train
 
-from common import keys, libero, quantile, weights
+from common import keys, libero, quantile, tiny, weights
 from common.console import OutputExists, Precondition, StageError
 
 
@@ -75,9 +77,11 @@ def test_resume_is_bit_exact(walk, straight, tmp_path):
 
 
 def test_two_ranks_train_what_one_trains(straight, two_ranks):
-    """World 1 and world 2, other micro-batch, other base container: the same losses and weights within float error."""
+    """World 1 and world 2, other micro-batch, other base container: the same losses, gradient norms and weights within float error."""
     assert straight[1].keys() == two_ranks[1].keys() == {1, 2, 3, 4}
     np.testing.assert_allclose(list(straight[1].values()), list(two_ranks[1].values()), rtol=1e-5, atol=1e-4)
+    norms = [[v for _, v in scalars(o)["train/grad_norm"]] for o, _ in (straight, two_ranks)]
+    np.testing.assert_allclose(*norms, rtol=1e-4)  # the whole gradient's, not one shard's
     first, second = (tensors(o / "checkpoints/global_step_4") for o, _ in (straight, two_ranks))
     for name, value in first.items():
         if name.startswith("net"):
@@ -100,6 +104,40 @@ def test_a_run_of_two_ranks_goes_on_with_three(walk, straight, two_ranks, tmp_pa
     shutil.rmtree(out / "checkpoints/global_step_4")
     losses, _ = run(walk, out, "--steps", 4, "--resume", "--micro-batch", 2, ranks=3)
     np.testing.assert_allclose([losses[3], losses[4]], [straight[1][3], straight[1][4]], rtol=1e-5, atol=1e-4)
+
+
+def test_shards_of_replicas_travel(walk, straight, tmp_path):
+    """Two replicas of two shards each take up a one-rank checkpoint, train step 3 and save; one rank goes on from there: the straight run's losses."""
+    out = tmp_path / "run"
+    shutil.copytree(straight[0], out)
+    for n in (3, 4):
+        shutil.rmtree(out / f"checkpoints/global_step_{n}")
+    losses, _ = run(walk, out, "--steps", 3, "--resume", "--replicate", 2, ranks=4)
+    again, _, _ = here(walk, out, "--steps", 4, "--resume")
+    np.testing.assert_allclose([losses[3], again[4]], [straight[1][3], straight[1][4]], rtol=1e-5, atol=1e-4)
+
+
+def test_no_rank_holds_the_model(tmp_path):
+    """Two ranks, a tower wide enough that its heads are small: from the meta build to the loaded base, each rank's live memory peaks below
+    its own shard and three times the largest tensor (its read buffer, and a fresh head while it is drawn and cut), far below the whole."""
+    config = tiny.TRANSFORMER | {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 6}
+    config |= {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [16, 8, 8], "rope_type": "default"}}
+    generator = torch.Generator().manual_seed(0)
+    state = {keys.to_diffusers(k): torch.randn(s, generator=generator).bfloat16() for k, s in keys.shapes(config).items()}
+    (tmp_path / "transformer").mkdir()
+    save_file(state, tmp_path / "transformer/diffusion_pytorch_model.safetensors")
+    (tmp_path / "transformer/config.json").write_text(json.dumps(config))
+    dcp.save({f"net.{keys.to_canonical(k)}": v for k, v in state.items()}, checkpoint_id=str(tmp_path / "model"), no_dist=True)
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    argv = ["tests/count_memory.py", tmp_path, tmp_path / "model", tmp_path / "transformer"]
+    done = run_script(*argv, launcher=[*TORCHRUN, "2"], env={"PYTHONPATH": str(REPO)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in (0, 1):
+        for container, count in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            mapped = sum(f.stat().st_size for f in (tmp_path / container).glob("*.safetensors"))
+            assert count["equal"] and count["shard"] <= 0.51 * count["whole"]
+            held = count["peak"] - mapped
+            assert count["shard"] <= held < count["shard"] + 3 * count["largest"] < 0.75 * count["whole"], (container, mapped, count)
 
 
 def test_validation_does_not_depend_on_the_ranks(straight, two_ranks):
