@@ -870,6 +870,13 @@ def check_moved(tower, before) -> None:
         )
 
 
+def most_that_fits(sizes: list[int], small: int, at_small: float, large: int, at_large: float, room: float) -> tuple[int, float]:
+    """(largest of `sizes` whose peak memory is within `room`, its peak), by a line through two measured peaks; (0, peak of one) if none is."""
+    slope = (at_large - at_small) / max(large - small, 1)
+    chosen = max((d for d in sizes if at_small + slope * (d - small) <= room), default=0)
+    return chosen, at_small + slope * (max(chosen, 1) - small)
+
+
 def fit_micro_batch(tower, stream: Stream, share: int, prompts, fps: float, dtype, device, args) -> tuple[int, str]:
     """The largest divisor of a rank's share of the global batch that fits in GPU memory, and why it was chosen. All ranks call this.
 
@@ -881,9 +888,8 @@ def fit_micro_batch(tower, stream: Stream, share: int, prompts, fps: float, dtyp
 
     sizes = [d for d in range(1, share + 1) if share % d == 0]
     if device.type != "cuda":
-        return max(
-            d for d in sizes if d <= CPU_MICRO_BATCH
-        ), f"the largest divisor of {share} up to {CPU_MICRO_BATCH}; there is no GPU memory to measure"
+        chosen = max(d for d in sizes if d <= CPU_MICRO_BATCH)
+        return chosen, f"the largest divisor of {share} up to {CPU_MICRO_BATCH}; there is no GPU memory to measure"
 
     def peak(size: int) -> int:
         torch.cuda.reset_peak_memory_stats()
@@ -901,23 +907,17 @@ def fit_micro_batch(tower, stream: Stream, share: int, prompts, fps: float, dtyp
     if args.compile:
         torch.compiler.reset()  # else the layers stay compiled for changing sizes
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
+    torch.cuda.reset_peak_memory_stats()
+    free, _ = torch.cuda.mem_get_info()
     room = MEMORY_MARGIN * (free + torch.cuda.memory_reserved())
-    slope = (at_large - at_small) / max(large - small, 1)
-    fits = max([d for d in sizes if at_small + slope * (d - small) <= room], default=0)
-    least = torch.tensor(fits, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    if not least.item():
-        raise Precondition(
-            "room for one sample a pass",
-            f"{console.human_bytes(room)} of {console.human_bytes(total)}, and a pass of {small} takes {console.human_bytes(at_small)}",
-            "pass --grad-checkpoint 1, --ema host, or use more GPUs",
-        )
-    chosen = int(least.item())
-    return chosen, (
-        f"{console.human_bytes(at_small)} at {small}, {console.human_bytes(at_large)} at {large}, so {console.human_bytes(at_small + slope * (chosen - small))} "
-        f"of {console.human_bytes(room)} at {chosen}"
-    )
+    found = torch.tensor(most_that_fits(sizes, small, at_small, large, at_large, room), device=device)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    chosen, expected = int(found[0].item()), console.human_bytes(found[1].item())
+    if not chosen:
+        found = f"{expected} for one, of {console.human_bytes(room)}"
+        raise Precondition("room for one sample a pass", found, "pass --grad-checkpoint 1 or --ema host, or use more GPUs")
+    measured = f"peak {console.human_bytes(at_small)} at {small}, {console.human_bytes(at_large)} at {large}"
+    return chosen, f"{measured}: {expected} expected, of {console.human_bytes(room)}"
 
 
 def validate(tower, ema, stream: Stream, prompts, manifest: dict, normalizer, micro: int, dtype, device) -> dict:

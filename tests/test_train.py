@@ -140,6 +140,15 @@ def test_no_rank_holds_the_model(tmp_path):
             assert count["shard"] <= held < count["shard"] + 3 * count["largest"] < 0.75 * count["whole"], (container, mapped, count)
 
 
+@pytest.mark.parametrize(
+    ("room", "chosen", "peak"),
+    [(200, 32, 165), (165, 32, 165), (164, 16, 85), (39, 4, 25), (9, 0, 10)],
+)
+def test_largest_micro_batch_by_two_measurements(room, chosen, peak):
+    """Peaks of 15 at 2 samples and 25 at 4 mean 5 a sample over 5: the largest divisor of 32 whose peak is within the room; none if not even one."""
+    assert train.most_that_fits([1, 2, 4, 8, 16, 32], 2, 15, 4, 25, room) == (chosen, peak)
+
+
 def test_validation_does_not_depend_on_the_ranks(straight, two_ranks):
     """One rank and two ranks, which share four windows, report the same held-out losses and action errors; both at steps 2 and 4."""
     first, second = scalars(straight[0]), scalars(two_ranks[0])
