@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 
 from common import console, keys, libero, quantile
-from common.console import OutputExists, Precondition, VerifyFailed
+from common.console import OutputExists, Precondition, StageError, VerifyFailed
 from common.libero import LIBERO
 
 STAGE = "05_train_fsdp2"
@@ -324,7 +324,7 @@ def load_base(tower, source, seed: int) -> None:
     parameters = canonical(tower)
     fresh = set(keys.check_skipped(parameters))
     for pattern, hit in keys.match(keys.SKIPPED, parameters).items():
-        console_rank0(f"[plan] skip {pattern}: {len(hit)} tensor(s) start fresh")
+        console_rank0(f"[{'plan' if hit else 'warn'}] skip {pattern}: {len(hit)} tensor(s) start fresh")
     missing = sorted(set(parameters) - fresh - set(source.net))
     wrong = [k for k in set(parameters) - fresh - set(missing) if source.info[source.net[k]][0] != tuple(parameters[k].shape)]
     if missing or wrong:
@@ -920,7 +920,7 @@ def fit_micro_batch(tower, stream: Stream, share: int, prompts, fps: float, dtyp
     return chosen, f"{measured}: {expected} expected, of {console.human_bytes(room)}"
 
 
-def validate(tower, ema, stream: Stream, prompts, manifest: dict, normalizer, micro: int, dtype, device) -> dict:
+def validate(tower, ema, stream: Stream, prompts, p: dict, micro: int, dtype, device) -> dict:
     """{tag: value} over the chosen held-out windows, with the averaged weights if there are any. All ranks call this; they share the windows.
 
     Both losses at each window's own fixed noise, then the error of action chunks sampled from noise, in the action's units.
@@ -930,7 +930,7 @@ def validate(tower, ema, stream: Stream, prompts, manifest: dict, normalizer, mi
 
     from common import cosmos3
 
-    rank, world, count = dist.get_rank(), dist.get_world_size(), len(stream.held_out)
+    rank, world, count, fps = dist.get_rank(), dist.get_world_size(), len(stream.held_out), p["manifest"]["fps"]
     each = math.ceil(count / world)  # every rank makes as many passes; numbers beyond the last window are done again and not counted
     numbers = range(rank * each, (rank + 1) * each)
     sums = torch.zeros(5, dtype=torch.float64)
@@ -939,7 +939,7 @@ def validate(tower, ema, stream: Stream, prompts, manifest: dict, normalizer, mi
             part = numbers[first : first + micro]
             counted = torch.tensor([n < count for n in part])
             batch = {k: v.to(device) for k, v in stream.held_out_batch([min(n, count - 1) for n in part]).items()}
-            losses = [loss.double().cpu() for loss in loss_of(tower, batch, prompts, manifest["fps"], dtype)]
+            losses = [loss.double().cpu() for loss in loss_of(tower, batch, prompts, fps, dtype)]
             _, actions = cosmos3.sample_policy(
                 tower,
                 batch["latents"][:, :, :1].float(),
@@ -948,11 +948,11 @@ def validate(tower, ema, stream: Stream, prompts, manifest: dict, normalizer, mi
                 prompts,
                 batch["prompt"],
                 LIBERO.domain_id,
-                manifest["fps"],
+                fps,
             )
-            real = [normalizer.denormalize(a.cpu().numpy()) for a in (actions, batch["actions"][..., : LIBERO.raw_action_dim])]
+            real = [p["normalizer"].denormalize(a.cpu().numpy()) for a in (actions, batch["actions"][..., : LIBERO.raw_action_dim])]
             errors = [torch.from_numpy(e.mean(-1)) for e in libero.action_error(*real).values()]
-            sums += torch.stack([torch.stack([*losses, *errors])[:, counted].sum(1)])[0]
+            sums += torch.stack([*losses, *errors])[:, counted].sum(1)
         tower.reshard()  # the root keeps its gathered weights after a forward, and these may be the averaged ones
     dist.all_reduce(sums)
     vision, action, position, rotation, gripper = (sums / count).tolist()
@@ -966,30 +966,69 @@ def validate(tower, ema, stream: Stream, prompts, manifest: dict, normalizer, mi
     }
 
 
+@contextlib.contextmanager
+def run_folder(args, p: dict, rank: int):
+    """(log, write_scalars) of this run; on other ranks than 0 both do nothing. Only from here on is anything written to --out: a start that
+    fails leaves nothing behind."""
+    if rank != 0:
+        yield lambda line: None, lambda scalars, step: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    first = p["train_state"]["step"]
+    (args.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    p["lock"] = p["lock"] or lock_run(args.out)
+    prune(args)
+    shutil.copy(p["normalizer"].path, args.out / "stats.json")
+    launch = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": first, "args": vars(args), "env": environment()}
+    with open(args.out / "launches.jsonl", "a") as f:
+        f.write(json.dumps(launch, default=str) + "\n")
+    for name in ("args", "env"):  # what the run began with; every later launch is a line of launches.jsonl
+        if not (args.out / f"{name}.json").is_file():
+            console.write_json(args.out / f"{name}.json", launch[name])
+    console.write_json(args.out / "policy.json", p["policy"])
+    board = SummaryWriter(str(args.out / "tensorboard"), purge_step=first + 1)
+    with open(args.out / "run.log", "a") as file:
+
+        def log(line: str) -> None:
+            console.say(line)
+            print(line, file=file, flush=True)
+
+        def write_scalars(scalars: dict, step: int) -> None:
+            for tag, value in scalars.items():
+                board.add_scalar(tag, value, step)
+
+        print(*p["lines"], sep="\n", file=file)
+        try:
+            yield log, write_scalars
+        except StageError as error:
+            print(f"[FAIL] {error}", file=file)
+            raise
+        finally:
+            board.close()
+            p["lock"].truncate(0)
+
+
 def train(args, p: dict) -> dict:
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.utils.tensorboard import SummaryWriter
 
     from common import cosmos3, weights
 
-    laps, clock = {"plan": p["planned"] - p["began"]}, p["planned"]
+    state, manifest, world = p["train_state"], p["manifest"], p["world"]
+    laps, held, clock = {"plan and imports": time.monotonic() - p["began"]}, {}, time.monotonic()
 
     def lap(name: str) -> None:
+        """One phase of the start is over: its seconds, and the GPU memory that is held after it."""
         nonlocal clock
         laps[name], clock = time.monotonic() - clock, time.monotonic()
-
-    lap("imports")
-    device, rank = setup_distributed()
-    world, manifest, state = p["world"], p["manifest"], p["train_state"]
-    cuda = device.type == "cuda"
-    held = {}  # bytes of GPU memory after each part of the start
-
-    def hold(name: str) -> None:
         held[name] = torch.cuda.memory_allocated() if cuda else 0
 
+    # ---- start: shard, load, open the cache
+    device, rank = setup_distributed()
+    cuda = device.type == "cuda"
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype or ("bf16" if cuda else "fp32")]
     mesh = (
         init_device_mesh(device.type, (world,))
@@ -998,77 +1037,47 @@ def train(args, p: dict) -> dict:
     )
     lap("process group")
     tower = build_tower(p["config"], mesh, device, dtype, args)
-    hold("weights")
+    lap("sharded weights")
     optimizer = make_optimizer(tower, args.lr, state["step"] - state["skipped"])
-    hold("Adam")
-    lap("shard")
+    lap("Adam")
     if p["resume"]:
         saved = weights.open_source(p["resume"])
         dcp.load(model_state(tower, None), storage_reader=saved.reader())
         dcp.load(optimizer_state(tower, optimizer), storage_reader=dcp.FileSystemReader(str(p["resume"] / "optim")))
     else:
         load_base(tower, p["source"], args.seed)
+    lap("loading")
     ema = PowerEMA(tower, args.ema) if args.ema != "off" else None  # a copy of the weights
     if ema and state["ema_updates"]:
         dcp.load(ema.sharded(), storage_reader=saved.reader())
         ema.updates = state["ema_updates"]
-    hold("EMA")
-    lap("load weights")
+    lap("EMA")
     prompts = load_prompts(args.cache, manifest).to(device, dtype)
-    hold("prompts")
-    fps, channels = manifest["fps"], p["config"]["action_dim"]
-    stream = Stream(args.cache, manifest, p["normalizer"], channels, args.seed)
+    stream = Stream(args.cache, manifest, p["normalizer"], p["config"]["action_dim"], args.seed)
     if args.val_every:
         stream.choose_held_out(args.val_windows)
+    lap("cache")
     micro, why = args.micro_batch, ""
     if micro == "auto":
-        micro, why = fit_micro_batch(tower, stream, args.global_batch // world, prompts, fps, dtype, device, args)
+        micro, why = fit_micro_batch(tower, stream, args.global_batch // world, prompts, manifest["fps"], dtype, device, args)
+        lap("micro-batch")
     batches = micro_batches(stream, state["samples"], args, micro, rank, world, pin=cuda)
-    lap("cache")
-
-    # From here on the run folder is written: whatever fails to start has left nothing behind.
-    log, board = console_rank0, None
-    if rank == 0:
-        (args.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-        p["lock"] = p["lock"] or lock_run(args.out)
-        prune(args)
-        shutil.copy(p["normalizer"].path, args.out / "stats.json")
-        launch = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": state["step"], "args": vars(args), "env": environment()}
-        with open(args.out / "launches.jsonl", "a") as f:
-            f.write(json.dumps(launch, default=str) + "\n")
-        for name in ("args", "env"):  # what the run began with; every later launch is a line of launches.jsonl
-            if not (args.out / f"{name}.json").is_file():
-                console.write_json(args.out / f"{name}.json", launch[name])
-        console.write_json(args.out / "policy.json", p["policy"])
-        board = SummaryWriter(str(args.out / "tensorboard"), purge_step=state["step"] + 1)
-        log_file = open(args.out / "run.log", "a")  # noqa: SIM115 (open for the whole run)
-        for line in p["lines"]:
-            print(line, file=log_file)
-
-        def log(line):
-            console.say(line)
-            print(line, file=log_file, flush=True)
-
-    def write_scalars(scalars: dict, step: int) -> None:
-        for tag, value in scalars.items() if board else ():
-            board.add_scalar(tag, value, step)
-
-    if why:
-        log(f"[ok] micro-batch: {micro} ({why}); accumulation {args.global_batch // world // micro}")
-    log(
-        f"[ok] start: {time.monotonic() - p['began']:.1f} s ({', '.join(f'{k} {v:.1f}' for k, v in laps.items())}), device {device}, compute {dtype}, process {os.getpid()}"
-    )
-    parameters = [q for g in optimizer.param_groups for q in g["params"]]
     accumulation = args.global_batch // world // micro
-    first_step, pace, bad_in_a_row = state["step"], [], 0
-    still = checksums(tower) if first_step == 0 else None
-    last, last_loss, failed = p["resume"], math.nan, None
-    with Stop().installed() as stop:
-        for step in range(first_step + 1, args.steps + 1):
-            step_began, waited = time.monotonic(), 0.0
+    parameters = [q for g in optimizer.param_groups for q in g["params"]]
+    first, pace, bad_in_a_row = state["step"] + 1, [], 0
+    at_start = checksums(tower) if first == 1 else None
+    last, loss, failed = p["resume"], math.nan, None
+
+    with run_folder(args, p, rank) as (log, write_scalars), Stop().installed() as stop:
+        if why:
+            log(f"[ok] micro-batch: {micro} ({why}); accumulation {accumulation}")
+        seconds = ", ".join(f"{k} {v:.1f}" for k, v in laps.items())
+        log(f"[ok] start: {time.monotonic() - p['began']:.1f} s ({seconds}), device {device}, compute {dtype}, process {os.getpid()}")
+        for step in range(first, args.steps + 1):
+            # ---- forward and backward
+            step_began, waited, losses = time.monotonic(), 0.0, []
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * group["multiplier"] * lr_factor(step - 1, args.warmup, args.lr_cycle)
-            losses = []  # float32 [2, micro] each: vision and action loss of every sample
             for index in range(accumulation):
                 t = time.monotonic()
                 batch = next(batches)
@@ -1076,20 +1085,23 @@ def train(args, p: dict) -> dict:
                 batch = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
                 # One reduction a step; with one rank there is nothing to save by waiting, only a second copy of the gradients.
                 tower.set_requires_gradient_sync(world == 1 or index == accumulation - 1)
-                vision, action = loss_of(tower, batch, prompts, fps, dtype)
+                vision, action = loss_of(tower, batch, prompts, manifest["fps"], dtype)
                 (cosmos3.LOSS_SCALE * (vision.mean() + action.mean()) / accumulation).backward()
                 losses.append(torch.stack([vision.detach(), action.detach()]))
             absent = [n for n, q in tower.named_parameters() if q.grad is None]
             assert not absent, f"no gradient for {absent[:5]}"
+
+            # ---- what all ranks must agree on: the gradient's norm, the mean losses, whether any of them was told to stop
             norm = torch.nn.utils.get_total_norm([q.grad for q in parameters])
             norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
-            # What all ranks must agree on: the mean losses, and whether any of them was told to stop.
-            losses = torch.cat(losses, 1)
+            losses = torch.cat(losses, 1)  # float32 [2, samples of this rank]
             shared = torch.cat([losses.mean(1) / world, losses.new_tensor([bool(stop.name)])])
             dist.all_reduce(shared)
             vision, action, stopping = shared.tolist()
-            last_loss = cosmos3.LOSS_SCALE * (vision + action)
-            good = math.isfinite(norm) and math.isfinite(last_loss)
+            loss = cosmos3.LOSS_SCALE * (vision + action)
+            good = math.isfinite(norm) and math.isfinite(loss)
+
+            # ---- update, or skip
             if good:
                 torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, torch.tensor(norm, device=device))
                 if ema:
@@ -1101,119 +1113,111 @@ def train(args, p: dict) -> dict:
             else:
                 bad_in_a_row += 1
                 state["skipped"] += 1
-                bad = describe_bad_samples(stream, losses, state["samples"], args.global_batch, rank, world)
-                log(
-                    f"[warn] bad step: {step} skipped, {bad_in_a_row} in a row, {state['skipped']} in all: loss {last_loss}, grad norm {norm}; {bad}"
-                )
+                what = f"loss {loss}, grad norm {norm} at step {step}; {bad_samples(stream, losses, state['samples'], args.global_batch)}"
+                log(f"[warn] bad step: skipped, {bad_in_a_row} in a row, {state['skipped']} in all: {what}")
                 if bad_in_a_row == args.max_bad_steps:
                     raise VerifyFailed(
                         f"fewer than {args.max_bad_steps} bad steps in a row",
-                        f"loss {last_loss}, grad norm {norm} at step {step}; {bad}",
+                        what,
                         "resume from the last checkpoint with a smaller --lr, or look at the data with 04 check",
                     )
             optimizer.zero_grad()
             state |= {"step": step, "samples": state["samples"] + args.global_batch, "ema_updates": ema.updates if ema else 0}
-            if still is not None and step - state["skipped"] == MOVED_BY:
-                check_moved(tower, still)
-                log(f"[ok] moved: each of {len(still)} trained tensors within {MOVED_BY} steps")
-                still = None
+            if at_start is not None and step - state["skipped"] == MOVED_BY:
+                check_moved(tower, at_start)
+                log(f"[ok] moved: each of {len(at_start)} trained tensors within {MOVED_BY} steps")
+                at_start = None
 
+            # ---- log
             seconds = time.monotonic() - step_began
             pace.append(seconds)
-            if step == first_step + 1:
+            if step == first:
                 log(f"[ok] first step: done {time.monotonic() - p['began']:.1f} s after the launch")
                 log(memory_table(held, cuda))
             if len(pace) == 10:  # the first step compiles and warms up
-                left = (args.steps - step) * statistics.median(pace[1:])
-                log(f"[ok] pace: {statistics.median(pace[1:]):.2f} s a step over the first 10: {left / 3600:.1f} h to step {args.steps}")
+                typical = statistics.median(pace[1:])
+                log(f"[ok] pace: {typical:.2f} s a step: {(args.steps - step) * typical / 3600:.1f} h to step {args.steps}")
             if step % args.log_every == 0 or step == args.steps or not good:
-                peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-                rate = args.lr * lr_factor(step, args.warmup, args.lr_cycle)  # RLinf logs it after the scheduler's step
-                log(
-                    f"[step] step:{step}/{args.steps} loss:{last_loss:.4f} vision:{vision:.4f} action:{action:.4f} gnorm:{norm:.3f} lr:{rate:.3g} "
-                    f"s:{seconds:.2f} data_s:{waited:.3f} samples/s:{args.global_batch / seconds:.1f} peak_gib:{peak:.1f} eta_min:{(args.steps - step) * seconds / 60:.0f}"
-                )
                 scalars = {
-                    "train/loss": last_loss,
+                    "train/loss": loss,
                     "train/flow_matching_loss_vision": vision,
                     "train/flow_matching_loss_action": action,
                     "train/grad_norm": norm,
-                    "train/learning_rate": rate,
+                    "train/learning_rate": args.lr * lr_factor(step, args.warmup, args.lr_cycle),  # as RLinf: after the scheduler's step
                     "time/step": seconds,
                     "time/data": waited,
                     "train/samples_per_s": args.global_batch / seconds,
                 }
-                scalars |= {"memory/peak_gib": peak} if cuda else {}
-                write_scalars(scalars | ({} if good else {"train/skipped_steps": state["skipped"]}), step)
+                peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+                scalars |= ({"memory/peak_gib": peak} if cuda else {}) | ({} if good else {"train/skipped_steps": state["skipped"]})
+                write_scalars(scalars, step)
+                log(
+                    f"[step] step:{step}/{args.steps} loss:{loss:.4f} vision:{vision:.4f} action:{action:.4f} gnorm:{norm:.3f} "
+                    f"lr:{scalars['train/learning_rate']:.3g} s:{seconds:.2f} data_s:{waited:.3f} samples/s:{args.global_batch / seconds:.1f} "
+                    f"peak_gib:{peak:.1f} eta_min:{(args.steps - step) * seconds / 60:.0f}"
+                )
+
+            # ---- validate, save, stop
             if args.val_every and not stopping and (step % args.val_every == 0 or step == args.steps):
                 t = time.monotonic()
-                found = validate(tower, ema, stream, prompts, manifest, p["normalizer"], micro, dtype, device)
+                found = validate(tower, ema, stream, prompts, p, micro, dtype, device)
                 write_scalars(found, step)
-                log(
-                    f"[ok] val: step:{step} {'average' if ema else 'weights'} of {len(stream.held_out)} windows: "
-                    + " ".join(f"{tag.removeprefix('val/')}:{value:.4f}" for tag, value in found.items())
-                    + f" s:{time.monotonic() - t:.1f}"
-                )
+                values = " ".join(f"{tag.removeprefix('val/')}:{value:.4f}" for tag, value in found.items())
+                who = "average" if ema else "weights"
+                log(f"[ok] val: step:{step} {who} on {len(stream.held_out)} windows: {values} s:{time.monotonic() - t:.1f}")
             if args.save_every and (step % args.save_every == 0 or step == args.steps or stopping):
                 t = time.monotonic()
                 saved = save(args, state, model_state(tower, ema), optimizer_state(tower, optimizer), p["policy"], p["checkpoint_bytes"])
-                failed = None if isinstance(saved, Path) else saved
+                failed = saved if isinstance(saved, str) else None
                 if failed:
                     log(f"[FAIL] save: step {step}: {failed}; nothing of it is left, the newest checkpoint is {last}, the run goes on")
                 else:
                     last = saved
-                    sizes = {d: sum(f.stat().st_size for f in (saved / d).iterdir() if f.is_file()) for d in (".", "optim")}
-                    log(
-                        f"[ok] saved: {last}, {console.human_bytes(sum(sizes.values()))} ({console.human_bytes(sizes['optim'])} of it the optimizer) "
-                        f"in {time.monotonic() - t:.1f} s"
+                    size, optim = (
+                        console.human_bytes(sum(f.stat().st_size for f in last.rglob(n))) for n in ("*.distcp", "optim/*.distcp")
                     )
+                    log(f"[ok] saved: {last}, {size}, {optim} of it the optimizer, in {time.monotonic() - t:.1f} s")
                     for line in prune(args) if rank == 0 else ():
                         log(f"[ok] pruned: {line}")
                     stopping = stopping or first_of(stop.name)  # a signal during the save needs no further step
             if stopping:
                 log(f"[ok] stopped: {stop.name or 'signal to another rank'} at step {step}; --resume goes on")
                 break
+        if failed:
+            raise VerifyFailed("the last checkpoint saved", f"{failed}; the newest is {last}", "free some space, then --resume")
     batches.close()
-    if board:
-        board.close()
-        log_file.close()
-        p["lock"].truncate(0)
     dist.destroy_process_group()
-    if failed:
-        raise VerifyFailed("the last checkpoint saved", f"{failed}; the newest is {last}", "free some space, then --resume")
-    return {"out": args.out, "step": state["step"], "loss": round(last_loss, 4), "checkpoint": last, "rank": rank}
+    return {"out": args.out, "step": state["step"], "loss": round(loss, 4), "checkpoint": last, "rank": rank}
 
 
-def describe_bad_samples(stream: Stream, losses, first: int, global_batch: int, rank: int, world: int) -> str:
-    """Which samples of a step have a loss that is not finite, from all ranks: global sample numbers with suite and window. A collective call."""
+def bad_samples(stream: Stream, losses, first: int, global_batch: int) -> str:
+    """Which samples of a step have a loss that is not finite, from all ranks: global sample numbers with suite and window. A collective call.
+
+    losses: [2, samples of this rank]; first: the step's first sample.
+    """
     import torch
     import torch.distributed as dist
 
-    share = global_batch // world
-    mine = [first + rank * share + i for i in torch.nonzero(~losses.isfinite().all(0))[:, 0].tolist()]
-    everyone = [None] * world
-    dist.all_gather_object(everyone, mine)
+    mine = torch.nonzero(~losses.isfinite().all(0))[:, 0] + first + dist.get_rank() * losses.shape[1]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine.tolist())
     bad = [n for part in everyone for n in part]
     named = [f"{n} ({stream.suites[s].name} window {row})" for n in bad[:8] for s, row in [stream.window(n)]]
-    inside = (
-        f"{len(bad)} with a loss that is not finite: {', '.join(named)}{', ...' if len(bad) > 8 else ''}"
-        if bad
-        else "each with a finite loss"
-    )
-    return f"samples {first}..{first + global_batch - 1}, {inside}"
+    which = f"{len(bad)} with a loss that is not finite: {', '.join(named)}{', ...' * (len(bad) > 8)}" if bad else "each with a finite loss"
+    return f"samples {first}..{first + global_batch - 1}, {which}"
 
 
 def memory_table(held: dict, cuda: bool) -> str:
-    """One line: what each part of the start added on the GPU, the peak of the first step, and the process' largest host memory."""
+    """One line: what each phase of the start added on the GPU, the peak of the first step, and the process' largest host memory."""
     import torch
 
     host = f"host peak {console.human_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}"
     if not cuda:
         return f"[ok] memory: {host}"
-    names, after = list(held), list(held.values())
-    parts = [f"{n} {console.human_bytes(b - a)}" for n, a, b in zip(names, [0, *after], after, strict=False)]
-    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return f"[ok] memory: GPU: {', '.join(parts)}, first step's peak {console.human_bytes(peak)}, reserved {console.human_bytes(reserved)}; {host}"
+    after = [0, *held.values()]
+    parts = [f"{name} {console.human_bytes(b - a)}" for name, a, b in zip(held, after, after[1:], strict=False) if b > a]
+    peak, reserved = (console.human_bytes(n) for n in (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+    return f"[ok] memory: GPU: {', '.join(parts)}, peak of the first step {peak}, reserved {reserved}; {host}"
 
 
 def load_prompts(cache: Path, manifest: dict):
@@ -1247,7 +1251,7 @@ def main(argv=None) -> int:
     rank0 = int(os.environ.get("RANK", "0")) == 0
     locked = args.resume and rank0 and not args.dry_run and (args.out / "args.json").is_file()
     lock = lock_run(args.out) if locked else None  # before the newest checkpoint is looked up
-    p = plan(args) | {"lock": lock, "began": began, "planned": time.monotonic()}
+    p = plan(args) | {"lock": lock, "began": began}
     if args.dry_run:
         return 0
     from torch.distributed.elastic.multiprocessing.errors import record

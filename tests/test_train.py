@@ -66,7 +66,7 @@ def test_resume_is_bit_exact(walk, straight, tmp_path):
     assert code == 0 and sorted(losses) == [3, 4] and "global_step_2" in text
     assert "[plan] resume lr: 0.001 in the checkpoint, 0.001 from now on" in text
     assert [step for step, _ in scalars(out)["train/loss"]] == [1, 2, 3, 4]
-    assert (out / "args.json").read_text() == args
+    assert (out / "args.json").read_text() == args and (out / "run.log").read_text().count("[plan] trained: 36 tensors") == 2
     launches = [json.loads(line) for line in (out / "launches.jsonl").read_text().splitlines()]
     assert [(n["from_step"], n["args"]["resume"]) for n in launches] == [(0, None), (2, "latest")]
     first, second = tensors(straight[0] / "checkpoints/global_step_4"), tensors(out / "checkpoints/global_step_4")
@@ -265,6 +265,21 @@ def test_batch_actions_are_normalized(stream):
 
 
 # ---------------------------------------------------------------- refusals
+
+
+def test_plan_says_what_the_run_will_take(walk, tmp_path, capsys):
+    """The plan's numbers, worked out by hand for the stand-in on one rank: bytes, tokens, operations, epochs, checkpoints."""
+    flags = ("--steps", 10, "--ema", "host", "--save-every", 5, "--lr", 5e-5)
+    train.plan(train.parse_args(small(walk, tmp_path / "run", *flags)))
+    text, parameters = capsys.readouterr().out, 385_856
+    in_layers = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128 + 2 * 16 + 2 * 64)
+    flops = 6 * 12 * 266 * (in_layers + 2 * 2 * 64 * 266)
+    assert "learning rates: 5e-05 x 31 tensors, 0.00025 x 5 tensors" in text
+    assert f"10 steps of {12 * 266} tokens and {flops / 1e12:.4g} TFLOP" in text
+    assert f"[plan] memory: {parameters * 16 / 2**20:.2f} MiB a rank for weights, gradients and Adam, 0 B for EMA" in text
+    assert f"[plan] host memory: {parameters * 4 / 2**20:.2f} MiB a rank for EMA (host)" in text
+    assert f"[plan] checkpoint: {parameters * 16 / 2**20:.2f} MiB each, 2 in all" in text
+    assert f"libero_10 36 ({10 * 12 / 4 / 36:.1f} epochs)" in text
 
 
 def test_existing_run_is_refused(walk, straight):
