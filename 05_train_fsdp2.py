@@ -500,9 +500,8 @@ def save(args, train: dict, model: dict, optim: dict, policy: dict, nbytes: int)
             work()
         except (OSError, RuntimeError, Precondition, CheckpointException) as error:
             root = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            free = console.human_bytes(
-                shutil.disk_usage(args.out).free
-            )  # torch's writer says of a full disk that it is at an unexpected position
+            # The free space, since torch's writer calls a full disk an unexpected position.
+            free = console.human_bytes(shutil.disk_usage(args.out).free)
             failure = f"{type(root).__name__}: {str(root).splitlines()[0] if str(root) else ''} ({free} free)"
         failure = first_of(failure)
         return failure is None
@@ -537,7 +536,8 @@ def save(args, train: dict, model: dict, optim: dict, policy: dict, nbytes: int)
     if attempt(begin) and attempt(write) and attempt(finish):
         return place
     if rank0:
-        shutil.rmtree(tmp, ignore_errors=True)
+        for folder in (tmp, place):
+            shutil.rmtree(folder, ignore_errors=True)
     return failure
 
 
@@ -578,25 +578,68 @@ def console_rank0(line: str) -> None:
         console.say(line)
 
 
+@contextlib.contextmanager
 def lock_run(out: Path):
-    """The open lock file of a run folder, with this process' id in it. The kernel lets go of it when the process ends, also by kill -9.
+    """Holds a run folder's lock file, with this process' id in it. The kernel lets go of it when the process ends, also by kill -9.
 
     Raises Precondition if another trainer holds it.
     """
-    file = open(out / "lock", "a+")  # noqa: SIM115 (held for the whole run)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        raise Precondition(
-            f"no other trainer at {out}",
-            f"process {file.read().strip()} holds {out / 'lock'}",
-            "stop it first (kill -USR1 of that process saves and ends), or pass another --out",
-        ) from error
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
+    with open(out / "lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise Precondition(
+                f"no other trainer at {out}",
+                f"process {file.read().strip()} holds {out / 'lock'}",
+                "stop it first (kill -USR1 of that process saves and ends), or pass another --out",
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def forecast(args, config: dict, manifest: dict, world: int) -> tuple[dict, int]:
+    """(what a run will take, as plan lines; bytes of one checkpoint), from shapes alone."""
+    shapes = keys.shapes(config, sound=False)
+    names = keys.trained(shapes)
+    parameters = sum(math.prod(shapes[n]) for n in names)
+    if config["num_hidden_layers"] == 36 and config["hidden_size"] == 4096:
+        assert (len(names), parameters) == keys.NANO_TRAINED, (len(names), parameters)
+    groups = ", ".join(f"{g['lr']:g} x {len(g['names'])} tensors" for g in keys.param_groups(names, args.lr))
+    share, shards = args.global_batch // world, world // args.replicate
+    accumulation = (
+        "accumulation, found before the first step" if args.micro_batch == "auto" else f"accumulation {share // args.micro_batch}"
+    )
+    windows = {n: s["windows"] - s["val_windows"] for n, s in manifest["suites"].items()}
+    # Matrix products: 2 operations a weight and token forward, twice that backward; in attention every token meets those of its sample.
+    _, frames, rows, columns = manifest["latent_shape"]
+    tokens = frames * rows * columns // config["latent_patch_size"] ** 2 + LIBERO.chunk
+    in_layers = sum(math.prod(shapes[n]) for n in names if ".layers." in n)
+    attention = 2 * config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"] * tokens
+    flops = 6 * args.global_batch * tokens * (in_layers + attention)
+    # Between two reductions a rank holds the whole model's gradients in float32 (one rank reduces at once).
+    whole = parameters * 4 if shards > 1 and share != args.micro_batch else 0
+    state = console.human_bytes(parameters * 16 / shards + whole)
+    ema = {place: console.human_bytes(parameters * 4 / shards if args.ema == place else 0) for place in ("device", "host")}
+    prompts = console.human_bytes((args.cache / "prompt_kv.safetensors").stat().st_size)
+    nbytes = parameters * sum(v for k, v in CHECKPOINT_COPIES.items() if k != "ema" or args.ema != "off")
+    saves = math.ceil(args.steps / args.save_every) if args.save_every else 0
+    kept = f", the newest {args.keep_last} stay" if args.keep_last else ""
+    return {
+        "trained": f"{len(names)} tensors, {parameters} parameters",
+        "learning rates": groups,
+        "batch": f"{args.global_batch} = micro {args.micro_batch} x ranks {world} x {accumulation}",
+        "windows": ", ".join(f"{n} {w} ({args.steps * args.global_batch / len(windows) / w:.1f} epochs)" for n, w in windows.items()),
+        "work": f"{args.steps} steps of {args.global_batch * tokens} tokens and {flops / 1e12:.4g} TFLOP (without recomputation)",
+        "memory": f"{state} a rank for weights, gradients and Adam, {ema['device']} for EMA, {prompts} for prompts; activations come on top",
+        "host memory": f"{ema['host']} a rank for EMA ({args.ema})",
+        "checkpoint": f"{console.human_bytes(nbytes)} each, {saves} in all: {console.human_bytes(nbytes * saves)}{kept}",
+    }, nbytes
 
 
 def plan(args) -> dict:
@@ -623,52 +666,18 @@ def plan(args) -> dict:
             f"{normalizer.sha256[:12]} in {normalizer.path}",
             "encode again; the file was changed after the encode",
         )
-    prompt_file = args.cache / "prompt_kv.safetensors"
-    weights.check_safetensors(prompt_file)
+    weights.check_safetensors(args.cache / "prompt_kv.safetensors")
     share, rest = divmod(args.global_batch, world)
-    auto = args.micro_batch == "auto"
-    if rest or (not auto and share % args.micro_batch) or world % args.replicate:
-        micro = 1 if auto else args.micro_batch
+    micro = 1 if args.micro_batch == "auto" else args.micro_batch
+    if rest or share % micro or world % args.replicate:
         raise Precondition(
             "global batch = micro-batch x ranks x accumulation, and ranks a multiple of --replicate",
             f"{args.global_batch} = {micro} x {world} x {args.global_batch / micro / world:g}, replicate {args.replicate}",
             "change --global-batch, --micro-batch, --replicate or the number of ranks",
         )
-    shapes = keys.shapes(config, sound=False)
-    names = keys.trained(shapes)
-    parameters = sum(math.prod(shapes[n]) for n in names)
-    if config["num_hidden_layers"] == 36 and config["hidden_size"] == 4096:
-        assert (len(names), parameters) == keys.NANO_TRAINED, (len(names), parameters)
-    windows = {n: s["windows"] - s["val_windows"] for n, s in manifest["suites"].items()}
-    nbytes = parameters * sum(v for k, v in CHECKPOINT_COPIES.items() if k != "ema" or args.ema != "off")
-    saves = math.ceil(args.steps / args.save_every) if args.save_every else 0
-    shards = world // args.replicate
-    # Between two reductions a rank holds the whole model's gradients in float32 (one rank reduces at once).
-    whole = parameters * 4 if shards > 1 and (auto or share > args.micro_batch) else 0
-    # Matrix products: 2 operations a weight and token forward, twice that backward. Attention's own: every token with the 266 of its sample.
-    frames, rows, columns = (n // d for n, d in zip(manifest["latent_shape"][1:], (1, *2 * (config["latent_patch_size"],)), strict=True))
-    tokens = frames * rows * columns + LIBERO.chunk
-    in_layers = sum(math.prod(shapes[n]) for n in names if ".layers." in n)
-    attention = 2 * config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"] * tokens
-    flops = 6 * args.global_batch * tokens * (in_layers + attention)
-    groups = ", ".join(f"{g['lr']:g} x {len(g['names'])} tensors" for g in keys.param_groups(names, args.lr))
-    host = {"device": 0, "off": 0, "host": parameters * 4 / shards}[args.ema]
+    lines, nbytes = forecast(args, config, manifest, world)
     resume = find_resume(args)
-    lines = {
-        "trained": f"{len(names)} tensors, {parameters} parameters",
-        "learning rates": groups,
-        "batch": f"{args.global_batch} = micro {args.micro_batch} x ranks {world}"
-        + (" x accumulation, found before the first step" if auto else f" x accumulation {share // args.micro_batch}"),
-        "windows": ", ".join(f"{n} {w} ({args.steps * args.global_batch / len(windows) / w:.1f} epochs)" for n, w in windows.items()),
-        "work": f"{args.steps} steps of {args.global_batch * tokens} tokens and {flops / 1e12:.4g} TFLOP (without recomputation)",
-        "memory": f"{console.human_bytes(parameters * 16 / shards + whole)} a rank for weights, gradients and Adam, "
-        f"{console.human_bytes(parameters * 4 / shards - host if args.ema != 'off' else 0)} for EMA, "
-        f"{console.human_bytes(prompt_file.stat().st_size)} for prompts; activations come on top",
-        "host memory": f"{console.human_bytes(host)} a rank for EMA ({args.ema})",
-        "checkpoint": f"{console.human_bytes(nbytes)} each, {saves} in all: {console.human_bytes(nbytes * saves)}"
-        + (f", of which the newest {args.keep_last} are kept" if args.keep_last else ""),
-        "from": resume or f"{source.path} ({source.kind})",
-    }
+    lines["from"] = resume or f"{source.path} ({source.kind})"
     policy = {
         "robot": manifest["robot"],
         "canvas": manifest["canvas"],
@@ -977,18 +986,18 @@ def run_folder(args, p: dict, rank: int):
 
     first = p["train_state"]["step"]
     (args.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-    p["lock"] = p["lock"] or lock_run(args.out)
-    prune(args)
-    shutil.copy(p["normalizer"].path, args.out / "stats.json")
+    lock = contextlib.nullcontext() if p["locked"] else lock_run(args.out)
     launch = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": first, "args": vars(args), "env": environment()}
-    with open(args.out / "launches.jsonl", "a") as f:
-        f.write(json.dumps(launch, default=str) + "\n")
-    for name in ("args", "env"):  # what the run began with; every later launch is a line of launches.jsonl
-        if not (args.out / f"{name}.json").is_file():
-            console.write_json(args.out / f"{name}.json", launch[name])
-    console.write_json(args.out / "policy.json", p["policy"])
-    board = SummaryWriter(str(args.out / "tensorboard"), purge_step=first + 1)
-    with open(args.out / "run.log", "a") as file:
+    with lock, open(args.out / "run.log", "a") as file:
+        prune(args)
+        shutil.copy(p["normalizer"].path, args.out / "stats.json")
+        with open(args.out / "launches.jsonl", "a") as launches:
+            launches.write(json.dumps(launch, default=str) + "\n")
+        for name in ("args", "env"):  # what the run began with; every later launch is a line of launches.jsonl
+            if not (args.out / f"{name}.json").is_file():
+                console.write_json(args.out / f"{name}.json", launch[name])
+        console.write_json(args.out / "policy.json", p["policy"])
+        board = SummaryWriter(str(args.out / "tensorboard"), purge_step=first + 1)
 
         def log(line: str) -> None:
             console.say(line)
@@ -1006,7 +1015,6 @@ def run_folder(args, p: dict, rank: int):
             raise
         finally:
             board.close()
-            p["lock"].truncate(0)
 
 
 def train(args, p: dict) -> dict:
@@ -1187,7 +1195,7 @@ def train(args, p: dict) -> dict:
             raise VerifyFailed("the last checkpoint saved", f"{failed}; the newest is {last}", "free some space, then --resume")
     batches.close()
     dist.destroy_process_group()
-    return {"out": args.out, "step": state["step"], "loss": round(loss, 4), "checkpoint": last, "rank": rank}
+    return {"out": args.out, "step": state["step"], "loss": round(loss, 4), "checkpoint": last}
 
 
 def bad_samples(stream: Stream, losses, first: int, global_batch: int) -> str:
@@ -1249,19 +1257,19 @@ def main(argv=None) -> int:
     began = time.monotonic()
     args = parse_args(argv)
     rank0 = int(os.environ.get("RANK", "0")) == 0
-    locked = args.resume and rank0 and not args.dry_run and (args.out / "args.json").is_file()
-    lock = lock_run(args.out) if locked else None  # before the newest checkpoint is looked up
-    p = plan(args) | {"lock": lock, "began": began}
-    if args.dry_run:
-        return 0
-    from torch.distributed.elastic.multiprocessing.errors import record
+    locked = bool(args.resume) and rank0 and not args.dry_run and (args.out / "args.json").is_file()
+    with lock_run(args.out) if locked else contextlib.nullcontext():  # before the newest checkpoint is looked up
+        p = plan(args) | {"locked": locked, "began": began}
+        if args.dry_run:
+            return 0
+        from torch.distributed.elastic.multiprocessing.errors import record
 
-    if p["resume"] and read_step(p["resume"]) >= args.steps:
-        console_rank0(f"[ok] finished: {p['resume']} is at step {read_step(p['resume'])} of {args.steps} already")
-        result = {"out": args.out, "step": read_step(p["resume"]), "checkpoint": p["resume"], "rank": int(os.environ.get("RANK", "0"))}
-    else:
-        result = record(train)(args, p)
-    if result.pop("rank") == 0:
+        if p["resume"] and read_step(p["resume"]) >= args.steps:
+            console_rank0(f"[ok] finished: {p['resume']} is at step {read_step(p['resume'])} of {args.steps} already")
+            result = {"out": args.out, "step": read_step(p["resume"]), "checkpoint": p["resume"]}
+        else:
+            result = record(train)(args, p)
+    if rank0:
         if result["checkpoint"]:
             verify(result, p)
         if args.json:

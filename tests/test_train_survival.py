@@ -320,7 +320,7 @@ def test_old_checkpoints_are_deleted_and_slimmed_as_asked(walk, short, tmp_path)
 def test_a_second_trainer_is_locked_out(walk, running, tmp_path):
     """While a process holds the run folder, --resume there is exit 3 with its id; the lock ends with the process, however that ends."""
     code = "import sys, time; sys.path[:0] = sys.argv[1:3]; from conftest import load_script; from pathlib import Path\n"
-    code += "held = load_script('05_train_fsdp2').lock_run(Path(sys.argv[3])); print('held', flush=True); time.sleep(60)"
+    code += "with load_script('05_train_fsdp2').lock_run(Path(sys.argv[3])): print('held', flush=True); time.sleep(60)"
     argv = [sys.executable, "-c", code, str(REPO), str(REPO / "tests"), str(running)]
     holder = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     try:
