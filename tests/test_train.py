@@ -1,6 +1,6 @@
 """05_train_fsdp2.py: exact resume, any number of ranks, the recipe's numbers.    Run: ./run_tests.sh tests/test_train.py
 
-The cache is that of the walk-through; every run here is a real one. One-rank runs share this process, the others are torchrun's.
+The cache is that of the walk-through; every run here is a real one. One-rank runs share this process, the others are forked (tests/fork_server.py).
 """
 
 import json
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import REPO, golden, run_script
+from conftest import golden
 from safetensors.torch import save_file
-from trainer import TORCHRUN, here, run, small, tensors, train
+from trainer import fork_ranks, here, on_ranks, run, small, tensors, train
 
 from common import keys, libero, quantile, tiny, weights
 from common.console import OutputExists, Precondition, StageError
@@ -39,8 +39,7 @@ def two_ranks(walk, tmp_path_factory):
     """The same four steps on two ranks, from the diffusers folder, with another micro-batch and the average in host memory."""
     out = tmp_path_factory.mktemp("two") / "run"
     flags = ("--micro-batch", 2, "--base", walk / "models/Cosmos3-Nano", "--ema", "host", "--val-every", 2, "--val-windows", 4)
-    losses, _ = run(walk, out, "--steps", 4, "--save-every", 2, *flags, ranks=2)
-    return out, losses
+    return out, on_ranks(2, walk, out, "--steps", 4, "--save-every", 2, *flags)
 
 
 def scalars(out):
@@ -102,7 +101,7 @@ def test_a_run_of_two_ranks_goes_on_with_three(walk, straight, two_ranks, tmp_pa
     out = tmp_path / "run"
     shutil.copytree(two_ranks[0], out)
     shutil.rmtree(out / "checkpoints/global_step_4")
-    losses, _ = run(walk, out, "--steps", 4, "--resume", "--micro-batch", 2, ranks=3)
+    losses = on_ranks(3, walk, out, "--steps", 4, "--resume", "--micro-batch", 2)
     np.testing.assert_allclose([losses[3], losses[4]], [straight[1][3], straight[1][4]], rtol=1e-5, atol=1e-4)
 
 
@@ -112,7 +111,7 @@ def test_shards_of_replicas_travel(walk, straight, tmp_path):
     shutil.copytree(straight[0], out)
     for n in (3, 4):
         shutil.rmtree(out / f"checkpoints/global_step_{n}")
-    losses, _ = run(walk, out, "--steps", 3, "--resume", "--replicate", 2, ranks=4)
+    losses = on_ranks(4, walk, out, "--steps", 3, "--resume", "--replicate", 2)
     again, _, _ = here(walk, out, "--steps", 4, "--resume")
     np.testing.assert_allclose([losses[3], again[4]], [straight[1][3], straight[1][4]], rtol=1e-5, atol=1e-4)
 
@@ -129,15 +128,13 @@ def test_no_rank_holds_the_model(tmp_path):
     (tmp_path / "transformer/config.json").write_text(json.dumps(config))
     dcp.save({f"net.{keys.to_canonical(k)}": v for k, v in state.items()}, checkpoint_id=str(tmp_path / "model"), no_dist=True)
     (tmp_path / "model/config.json").write_text(json.dumps(config))
-    argv = ["tests/count_memory.py", tmp_path, tmp_path / "model", tmp_path / "transformer"]
-    done = run_script(*argv, launcher=[*TORCHRUN, "2"], env={"PYTHONPATH": str(REPO)})
-    assert done.returncode == 0, done.stderr[-3000:]
+    codes, texts = fork_ranks(2, "count_start", tmp_path, tmp_path / "model", tmp_path / "transformer")
+    assert codes == [0, 0], texts
     for rank in (0, 1):
         for container, count in json.loads((tmp_path / f"{rank}.json").read_text()).items():
-            mapped = sum(f.stat().st_size for f in (tmp_path / container).glob("*.safetensors"))
             assert count["equal"] and count["shard"] <= 0.51 * count["whole"]
-            held = count["peak"] - mapped
-            assert count["shard"] <= held < count["shard"] + 3 * count["largest"] < 0.75 * count["whole"], (container, mapped, count)
+            held = count["peak"] - count["mapped"]
+            assert count["shard"] <= held < count["shard"] + 3 * count["largest"] < 0.75 * count["whole"], (container, count)
 
 
 @pytest.mark.parametrize(

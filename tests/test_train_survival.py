@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, load_script
-from trainer import TORCHRUN, here, small, tensors, train
+from trainer import TORCHRUN, fork_ranks, here, small, tensors, train
 
 from common import libero, quantile, weights
 from common.console import Precondition
@@ -131,96 +131,31 @@ def test_two_ranks_stop_together_and_skip_together(walk, tmp_path):
 # ---------------------------------------------------------------- kill -9
 
 
-KILLED = """
-import json, os, signal, sys
-sys.path[:0] = [{repo!r}, {tests!r}]
-from pathlib import Path
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from diffusers import Cosmos3OmniTransformer
-from conftest import load_script
-from common import cosmos3, weights
-
-train = load_script("05_train_fsdp2")
-out, config = Path({out!r}), json.loads(Path({config!r}).read_text())
-args = train.parse_args(["--out", str(out), "--keep-last", "2", "--slim-old"])
-
-
-def life(step, kill_at):
-    '''One process: build the model, load the newest checkpoint, save `step`, prune; killed at the kill_at-th file operation of the saving.'''
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    from torch.distributed.device_mesh import init_device_mesh
-
-    tower = train.build_tower(config, init_device_mesh("cpu", (1,)), torch.device("cpu"), torch.float32, args)
-    optimizer, ema = train.make_optimizer(tower, 1e-3, 0), train.PowerEMA(tower, "device")
-    newest = train.checkpoints(out)[-1]
-    dcp.load(train.model_state(tower, ema), storage_reader=weights.open_source(newest).reader())
-    dcp.load(train.optimizer_state(tower, optimizer), storage_reader=dcp.FileSystemReader(str(newest / "optim")))
-    assert train.read_step(newest) == step - 1
-    seen = 0
-
-    def hook(event, details):
-        nonlocal seen
-        if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir") or (event == "open" and str(details[0]).startswith(str(out))):
-            seen += 1
-            if seen == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    policy = json.loads((newest / "policy.json").read_text())
-    state = {{"step": step, "samples": 0, "ema_updates": 1, "skipped": 0, "flags": {{}}}}
-    saved = train.save(args, state, train.model_state(tower, ema), train.optimizer_state(tower, optimizer), policy, 0)
-    assert isinstance(saved, Path), saved
-    train.prune(args)
-    return seen
-
-
-for line in sys.stdin:  # one life a line: step, kill_at
-    child = os.fork()
-    if not child:
-        seen = life(*map(int, line.split()))
-        print(f"lived {{seen}}", flush=True)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print("killed", flush=True)
-"""
-
-
 def test_kill_9_during_a_save_loses_nothing_older(walk, running):
     """SIGKILL at ten random file operations of saving and pruning (and one life unharmed, to count them): each time `latest` is a complete
     checkpoint that opens and loads, either the one before or the new one; the next life saves on top of what the killed one left behind."""
-    (running / "checkpoints/global_step_2/optim/.metadata").stat()
-    out, config = str(running), str(walk / "models/Cosmos3-Nano/transformer/config.json")
-    code = KILLED.format(repo=str(REPO), tests=str(REPO / "tests"), out=out, config=config)
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    config = walk / "models/Cosmos3-Nano/transformer/config.json"
 
     def life(kill_at):
-        process.stdin.write(f"{steps(running)[-1] + 1} {kill_at}\n")
-        process.stdin.flush()
-        return process.stdout.readline().split()
+        (code,), (text,) = fork_ranks(1, "save_once", running, config, kill_at)
+        assert code == (-signal.SIGKILL if kill_at else 0), text
+        return text
 
-    try:
-        life(0)
-        _, operations = life(0)
-        assert steps(running) == [3, 4] and int(operations) > 30
-        points = sorted(random.Random(4).sample(range(1, int(operations)), 10))
-        old, new = 0, 0
-        for point in points:
-            before = steps(running)[-1]
-            assert life(point) == ["killed"], point
-            after = steps(running)
-            assert after[-1] in (before, before + 1) and (running / f"checkpoints/global_step_{after[-1]}/optim/.metadata").is_file(), point
-            old, new = old + (after[-1] == before), new + (after[-1] > before)
-        assert old and new  # some kills came before the new one was complete, some after
-        life(0)
-        left = sorted(p.name for p in (running / "checkpoints").iterdir())
-        last = steps(running)[-1]
-        assert left == [f"global_step_{last - 1}", f"global_step_{last}"]  # nothing of the killed saves is left
-        assert not (running / f"checkpoints/global_step_{last - 1}/optim").exists()
-    finally:
-        process.stdin.close()
-        assert process.wait(30) == 0
+    life(0)
+    operations = int(life(0))
+    assert steps(running) == [3, 4] and operations > 30
+    old, new = 0, 0
+    for point in sorted(random.Random(4).sample(range(1, operations), 10)):
+        before = steps(running)[-1]
+        life(point)
+        after = steps(running)
+        assert after[-1] in (before, before + 1) and (running / f"checkpoints/global_step_{after[-1]}/optim/.metadata").is_file(), point
+        old, new = old + (after[-1] == before), new + (after[-1] > before)
+    assert old and new  # some kills came before the new one was complete, some after
+    life(0)
+    last = steps(running)[-1]
+    assert sorted(p.name for p in (running / "checkpoints").iterdir()) == [f"global_step_{last - 1}", f"global_step_{last}"]
+    assert not (running / f"checkpoints/global_step_{last - 1}/optim").exists()  # and nothing of the killed saves is left
 
 
 # ---------------------------------------------------------------- full disks

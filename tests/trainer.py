@@ -1,14 +1,18 @@
-"""Short training runs over the walk-through's cache, for tests: as a script (under torchrun or not), or inside this process."""
+"""Short training runs over the walk-through's cache, for tests: as a script, inside this process, or in forks of it, one a rank."""
 
 import contextlib
+import functools
 import io
+import json
+import os
 import re
+import subprocess
 import sys
 import warnings
 
 import torch
 import torch.distributed as dist
-from conftest import load_script, run_script
+from conftest import REPO, load_script, run_script
 
 from common import weights
 from common.console import StageError
@@ -29,11 +33,34 @@ def read_losses(text):
     return {int(s): float(x) for s, x in re.findall(r"^\[step\] step:(\d+)/\d+ loss:(\S+)", text, re.M)}
 
 
-def run(walk, out, *flags, ranks=1, code=0):
+def run(walk, out, *flags, code=0):
     """A run as a script. Returns its losses by step and the finished process."""
-    done = run_script("05_train_fsdp2.py", *small(walk, out, *flags), launcher=[*TORCHRUN, str(ranks)] if ranks > 1 else None)
+    done = run_script("05_train_fsdp2.py", *small(walk, out, *flags))
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
     return read_losses(done.stdout), done
+
+
+@functools.cache
+def server():
+    """tests/fork_server.py, started at the first use; it ends when its standard input does, with this process."""
+    command = [sys.executable, str(REPO / "tests/fork_server.py")]
+    path = os.pathsep.join(map(str, (REPO, REPO / "tests")))
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+
+
+def fork_ranks(count, call, *args):
+    """A function of tests/fork_server.py on `count` ranks. Returns (exit codes, outputs)."""
+    server().stdin.write(json.dumps({"count": count, "call": call, "args": [a if isinstance(a, int) else str(a) for a in args]}) + "\n")
+    server().stdin.flush()
+    answer = json.loads(server().stdout.readline())
+    return answer["codes"], answer["texts"]
+
+
+def on_ranks(count, walk, out, *flags):
+    """A run on `count` ranks. Returns its losses by step."""
+    codes, texts = fork_ranks(count, "train", *small(walk, out, *flags))
+    assert not any(codes), (codes, *(t[-3000:] for t in texts))
+    return read_losses(texts[0])
 
 
 def here(walk, out, *flags):
