@@ -695,10 +695,12 @@ def plan(args) -> dict:
             "prompts_sha256": hashlib.sha256("\n".join(manifest["prompts"]).encode()).hexdigest(),
         },
     }
-    train_state = {"step": 0, "samples": 0, "ema_updates": 0, "skipped": 0}
+    train_state = {"step": 0, "samples": 0, "ema": False, "ema_updates": 0, "skipped": 0}
     if resume:
         train_state = json.loads((resume / "train.json").read_text())
         lines |= check_resume(resume, policy, train_state, args)
+    load_ema = train_state["ema"] and args.ema != "off"
+    train_state["ema"] = args.ema != "off"
     train_state["flags"] = {k: getattr(args, k) for k in FLAGS_KEPT}
     lines = [f"[plan] {key}: {value}" for key, value in lines.items()]
     for line in lines:
@@ -713,6 +715,7 @@ def plan(args) -> dict:
         "policy": policy,
         "resume": resume,
         "train_state": train_state,
+        "load_ema": load_ema,
         "world": world,
         "checkpoint_bytes": nbytes,
         "lines": lines,
@@ -773,7 +776,7 @@ def check_resume(checkpoint: Path, policy: dict, train_state: dict, args) -> dic
     """
     theirs = json.loads((checkpoint / "policy.json").read_text())
     ours = json.loads(json.dumps(policy))
-    for side, average in ((theirs, train_state["ema_updates"] > 0), (ours, args.ema != "off")):
+    for side, average in ((theirs, train_state["ema"]), (ours, args.ema != "off")):
         side["base"].pop("path")  # the same base may lie elsewhere
         side["ema"] = average
     before, now = leaves(theirs), leaves(ours)
@@ -1056,7 +1059,7 @@ def train(args, p: dict) -> dict:
         load_base(tower, p["source"], args.seed)
     lap("loading")
     ema = PowerEMA(tower, args.ema) if args.ema != "off" else None  # a copy of the weights
-    if ema and state["ema_updates"]:
+    if p["load_ema"]:
         dcp.load(ema.sharded(), storage_reader=saved.reader())
         ema.updates = state["ema_updates"]
     lap("EMA")

@@ -221,6 +221,19 @@ def test_bad_steps_in_a_row_stop_the_run(walk, running):
             assert torch.equal(value, before[name]), (step, name)
 
 
+def test_a_run_that_began_with_bad_steps_goes_on(walk, tmp_path):
+    """A checkpoint from before the average's first update resumes without ado, and its first good step copies the weights into the average."""
+    cache, out = shutil.copytree(walk / "cache", tmp_path / "cache"), tmp_path / "run"
+    for file in cache.glob("*/latents.bin"):
+        file.write_bytes(b"\xff\x7f" * (file.stat().st_size // 2))
+    assert here(walk, out, "--cache", cache, "--steps", 1, "--save-every", 1)[1] == 0
+    losses, code, text = here(walk, out, "--steps", 2, "--resume")
+    assert code == 0 and list(losses) == [2], text
+    state = tensors(out / "checkpoints/global_step_2")
+    assert all(torch.equal(v, state[k.replace("net_ema.", "net.")]) for k, v in state.items() if k.startswith("net_ema."))
+    assert json.loads((out / "checkpoints/global_step_2/train.json").read_text())["ema_updates"] == 1
+
+
 def test_tensors_that_do_not_move_are_named(walk, tmp_path):
     """A learning rate below what float32 can add: after ten steps exit 5, with the number and names of the tensors that stood still."""
     _, code, text = here(walk, tmp_path / "run", "--steps", 12, "--lr", 1e-20, "--save-every", 12)
