@@ -75,6 +75,32 @@ def test_a_signal_saves_and_ends_within_the_step(walk, short, tmp_path, monkeypa
     assert losses == {4: short[1][4]}
 
 
+def test_a_signal_during_a_save_needs_no_further_step(walk, tmp_path, monkeypatch):
+    """A signal while step 2 is being saved: the save is finished and the run ends there."""
+    real = train.save
+
+    def save(*args):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return real(*args)
+
+    monkeypatch.setattr(train, "save", save)
+    losses, code, _ = here(walk, tmp_path / "run", "--steps", 100, "--save-every", 2)
+    assert code == 0 and list(losses) == [1, 2] and steps(tmp_path / "run") == [2]
+
+
+def spoil(cache, *samples):
+    """Make the windows of some training samples NaN. Returns [(suite, window)]."""
+    manifest, places = libero.read_manifest(cache), []
+    stream = train.Stream(cache, manifest, quantile.load_stats(), channels=64, seed=42)
+    for suite, row in map(stream.window, samples):
+        name = stream.suites[suite].name
+        latents = np.memmap(cache / name / "latents.bin", np.uint16, "r+", shape=stream.suites[suite].latents.shape)
+        latents[row, 5, 1] = 0x7FFF  # a bf16 NaN
+        latents.flush()
+        places.append((name, row))
+    return places
+
+
 def until(process, log, needle):
     """Wait for a line in a growing file."""
     for _ in range(600):
@@ -90,12 +116,8 @@ def test_two_ranks_stop_together_and_skip_together(walk, tmp_path):
 
     One window of the data is NaN, so that one rank alone meets a bad loss: both skip that step, it is named, and weights stay finite.
     """
-    cache, manifest = shutil.copytree(walk / "cache", tmp_path / "cache"), libero.read_manifest(walk / "cache")
-    stream = train.Stream(walk / "cache", manifest, quantile.load_stats(), channels=64, seed=42)
-    suite, row = stream.window(12 + 7)  # step 2 trains on samples 12..23; 18..23 are rank 1's
-    file = np.memmap(cache / stream.suites[suite].name / "latents.bin", np.uint16, "r+", shape=stream.suites[suite].latents.shape)
-    file[row, 5, 1] = 0x7FFF  # NaN
-    del file
+    cache = shutil.copytree(walk / "cache", tmp_path / "cache")
+    ((suite, row),) = spoil(cache, 19)  # step 2 trains on samples 12..23; 18..23 are rank 1's
     out, log = tmp_path / "run", tmp_path / "log"
     argv = small(walk, out, "--cache", cache, "--steps", 16000, "--save-every", 16000, "--max-bad-steps", 2)
     for resume, first in ((), 2), (("--resume",), None):
@@ -119,7 +141,7 @@ def test_two_ranks_stop_together_and_skip_together(walk, tmp_path):
             assert (
                 "[warn] bad step: skipped, 1 in a row, 1 in all: loss nan, grad norm nan at step 2; samples 12..23, 1 with a loss" in text
             )
-            assert f"19 ({stream.suites[suite].name} window {row})" in text
+            assert f"19 ({suite} window {row})" in text
             before = last
             state = json.loads((out / f"checkpoints/global_step_{last}/train.json").read_text())
             assert state["skipped"] >= 1 and state["ema_updates"] == state["step"] - state["skipped"]
@@ -219,6 +241,16 @@ def test_bad_steps_in_a_row_stop_the_run(walk, running):
     for step in (2, 3):
         for name, value in tensors(running / f"checkpoints/global_step_{step}").items():
             assert torch.equal(value, before[name]), (step, name)
+
+
+def test_bad_steps_that_are_not_in_a_row_do_not_stop_the_run(walk, running):
+    """Step 3 bad, step 4 good, step 5 bad, with --max-bad-steps 2: the run goes on to step 6, and counts both."""
+    cache = shutil.copytree(walk / "cache", running / "cache")
+    spoil(cache, 24, 48)
+    _, code, text = here(walk, running, "--cache", cache, "--steps", 6, "--resume", "--max-bad-steps", 2)
+    assert code == 0 and text.count("1 in a row") == 2 and "2 in all" in text, text
+    state = json.loads((running / "checkpoints/global_step_6/train.json").read_text())
+    assert (state["skipped"], state["ema_updates"]) == (2, 4)
 
 
 def test_a_run_that_began_with_bad_steps_goes_on(walk, tmp_path):
