@@ -51,6 +51,8 @@ HELD_OUT = 1 << 62  # noise of held-out window i is that of sample HELD_OUT + i,
 MOVED_BY = 10  # steps after which every trained tensor must have changed
 CPU_MICRO_BATCH = 8  # --micro-batch auto where there is no GPU memory to measure
 MEMORY_MARGIN = 0.95  # of the free GPU memory that --micro-batch auto plans with; the rest is for fragmentation
+# Parts of policy.json, and the average, that a resume may change when told to. The trained set is not among them: Adam has nothing for new tensors.
+CHANGEABLE = ("base", "canvas", "data", "ema", "fps", "latent_shape", "prompt", "robot", "seed", "stats")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FLAGS_KEPT = ("lr", "warmup", "lr_cycle", "global_batch")  # compared with the checkpoint's at a resume, and printed; the flags win
 
@@ -70,6 +72,14 @@ def parse_args(argv=None):
         nargs="?",
         const="latest",
         help="go on from the newest complete checkpoint of --out, or from the global_step_N folder given",
+    )
+    add(
+        "--allow-change",
+        nargs="+",
+        default=[],
+        choices=CHANGEABLE,
+        metavar="KEY",
+        help=f"resume although these parts of the recipe are not the checkpoint's; KEY: {', '.join(CHANGEABLE)}",
     )
     # horizon
     add("--steps", type=int, default=5000, help="optimizer steps in all")
@@ -96,13 +106,6 @@ def parse_args(argv=None):
     add("--val-every", type=int, default=500, help="steps between validations, the last step included; 0: none")
     add("--val-windows", type=int, default=256, help="held-out windows that a validation looks at, spread evenly over the suites")
     # output
-    add(
-        "--allow-change",
-        nargs="+",
-        default=[],
-        metavar="KEY",
-        help="resume although this differs from the checkpoint's recipe; the refusal lists the keys",
-    )
     add("--keep-last", type=int, default=0, help="complete checkpoints to keep, older ones are deleted; 0: all")
     add("--keep-every", type=int, default=0, help="with --keep-last: steps whose multiples are kept as well; 0: none")
     add(
@@ -781,7 +784,7 @@ def check_resume(checkpoint: Path, policy: dict, train_state: dict, args) -> dic
         side["ema"] = average
     before, now = leaves(theirs), leaves(ours)
     differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
-    refused = [k for k in differ if k.split(".")[0] not in args.allow_change or k == "trained"]
+    refused = [k for k in differ if k.split(".")[0] not in args.allow_change]
     for k in differ:
         console_rank0(f"[{'FAIL' if k in refused else 'warn'}] resume: {k}: {before.get(k)} -> {now.get(k)}")
     if refused:
@@ -849,7 +852,8 @@ class Stop:
     def __call__(self, number, frame):
         if not self.name:
             self.name = signal.Signals(number).name
-            print(f"[warn] signal: {self.name}: saving after this step, then ending", file=sys.stderr, flush=True)
+            # Not print: a handler may interrupt one, and Python's buffers refuse a second inside the first.
+            os.write(2, f"[warn] signal: {self.name}: saving after this step, then ending\n".encode())
 
     @contextlib.contextmanager
     def installed(self):

@@ -375,6 +375,7 @@ def test_learning_rate_comes_from_the_flags(walk, running):
         (["--micro-batch", "many"], "--micro-batch"),
         (["--micro-batch", "0"], "at least 1"),
         (["--learning-rate", "1"], "unrecognized"),
+        (["--allow-change", "trained"], "invalid choice: 'trained'"),
     ],
 )
 def test_contradictory_flags_are_usage_errors(flags, message, capsys):
