@@ -76,7 +76,7 @@ def parse_args(argv=None):
     add(
         "--allow-change",
         nargs="+",
-        default=[],
+        default=(),
         choices=CHANGEABLE,
         metavar="KEY",
         help=f"resume although these parts of the recipe are not the checkpoint's; KEY: {', '.join(CHANGEABLE)}",
