@@ -47,7 +47,7 @@ def parse_args(argv=None):
 def recipe_of(src) -> tuple[dict, Path]:
     """(policy, stats file) that belong to a checkpoint: what our trainer left beside it, else the published LIBERO recipe, marked as assumed."""
     folder = src.path if src.path.is_dir() else src.path.parent
-    ours = any(n.startswith("optim.") for n in src.info)  # no other container names its moments so
+    ours = src.kind == "dcp" and len(keys.trained(src.net)) == len(src.net)  # no other checkpoint holds the trained half alone
     missing = [n for n in ("COMPLETE", "policy.json", "stats.json") if not (folder / n).is_file()]
     if ours and missing:
         raise Precondition(

@@ -1,4 +1,4 @@
-"""Cosmos3 in plain PyTorch: the understanding tower's keys and values, and the generation tower in batches.
+"""Cosmos3 in plain PyTorch: the understanding tower's keys and values, the generation tower in batches, and its sampler.
 
 Both towers take their modules from a stock diffusers Cosmos3OmniTransformer and keep its parameter names, so a state dict
 of GenTower is the trained half of the published one. The stock forward takes one sample; here a batch of B samples shares
@@ -23,6 +23,7 @@ WAVER = 1.29  # curvature of the "waver" timestep distribution
 PROMPT_DROPOUT = 0.1  # share of samples that train on the empty prompt
 LOSS_SCALE = 10.0  # weight of the vision loss and of the action loss
 TEMPORAL = 4  # Wan2.2: pictures per latent frame
+SAMPLER_STEPS, SAMPLER_SHIFT = 30, 5.0  # UniPC steps and flow shift of the reference's LIBERO server (not the training shift)
 
 _GEN_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "norm_added_q", "norm_added_k")
 _UND_ATTENTION = ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k")
@@ -317,3 +318,51 @@ def flow_loss(
     dv = (vision.float() - vision_target.float()) * ~clean_frames[:, None, :, None, None]
     da = ((action.float() - action_target.float()) * ~clean_actions[..., None])[..., :raw_dim]
     return dv.square().mean((1, 2, 3, 4)), da.square().mean((1, 2))
+
+
+# ---------------------------------------------------------------- sampling
+
+
+@torch.no_grad()
+def sample_policy(
+    tower: GenTower,
+    frame: Tensor,
+    vision_noise: Tensor,
+    action_noise: Tensor,
+    prompts: PromptKV,
+    prompt: Tensor,
+    domain: int,
+    fps: float,
+    steps: int = SAMPLER_STEPS,
+    shift: float = SAMPLER_SHIFT,
+) -> tuple[Tensor, Tensor]:
+    """Denoise the rest of the clip and the action chunk together, given the first latent frame: the policy, without guidance.
+
+    frame: float32 [B, 48, 1, H, W], clean; vision_noise: float32 [B, 48, T, H, W]; action_noise: float32 [B, n, the robot's own channels]
+    prompt: int64 [B], rows of `prompts`; domain and fps as in GenTower.forward
+    -> latents float32 [B, 48, T, H, W] and normalized actions, shaped like their noise
+
+    UniPC on the flow's own schedule: sigmas from 0.999 down to 0, evenly, then shifted; the solver works in float32 on the exact sigma,
+    the network sees the sigma of the whole timestep below it (0..999), as in the reference server. The compute dtype is that of `prompts`.
+    """
+    from diffusers import UniPCMultistepScheduler
+
+    dtype, padding = prompts.k.dtype, (0, tower.config.action_dim - action_noise.shape[2])
+    latents, actions = torch.cat([frame, vision_noise[:, :, 1:]], 2), action_noise
+    clean_frames = torch.zeros(latents.shape[0], latents.shape[2], dtype=torch.bool, device=latents.device)
+    clean_frames[:, 0] = True
+    clean_actions = torch.zeros(actions.shape[:2], dtype=torch.bool, device=actions.device)
+    solvers = []  # a scheduler keeps the history of one tensor
+    for _ in range(2):
+        solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+        solver.set_timesteps(sigmas=np.linspace(1 - 1 / solver.config.num_train_timesteps, 0, steps + 1)[:-1])
+        solver.set_begin_index(0)  # else it looks each step's timestep up, and two may round to the same one
+        solvers.append(solver)
+    for t in solvers[0].timesteps:
+        sigma = torch.full((latents.shape[0],), float(t) / solvers[0].config.num_train_timesteps, device=latents.device)
+        x, a = latents.to(dtype), F.pad(actions, padding).to(dtype)
+        vision, action = tower(x, a, sigma, prompts, prompt, clean_frames, clean_actions, domain, fps)
+        latents = solvers[0].step(vision.float(), t, latents, return_dict=False)[0]
+        actions = solvers[1].step(action[..., : actions.shape[2]].float(), t, actions, return_dict=False)[0]
+        latents[:, :, :1] = frame  # the solver's sums leave it within rounding; it is given
+    return latents, actions

@@ -157,6 +157,27 @@ def mosaic(views, size: int):
     return torch.cat(square, -1)
 
 
+# ---------------------------------------------------------------- action error
+
+
+def action_error(predicted: np.ndarray, actual: np.ndarray, robot: Embodiment = LIBERO) -> dict[str, np.ndarray]:
+    """How far predicted actions are from the recorded ones, float64 [...] each, from encoded actions [..., raw_action_dim] in real units.
+
+    position: length of the difference, in the action's unit a frame; rotation: angle between the two rotations, degrees (a predicted
+    6-vector is projected onto the nearest rotation, one that determines none counts as the identity); gripper: 1 where both are on the
+    same side of 0.5, else 0.
+    """
+    predicted, actual = np.asarray(predicted, np.float64), np.asarray(actual, np.float64)
+    position, rotation = slice(*robot.position), slice(*robot.rotation)
+    found, _ = rot6d.rot6d_to_matrix_or_identity(predicted[..., rotation])
+    turn = rot6d.matrix_to_axis_angle(np.swapaxes(found, -1, -2) @ rot6d.rot6d_to_matrix(actual[..., rotation]))
+    return {
+        "position": np.linalg.norm(predicted[..., position] - actual[..., position], axis=-1),
+        "rotation": np.rad2deg(np.linalg.norm(turn, axis=-1)),
+        "gripper": ((predicted[..., robot.gripper] > 0.5) == (actual[..., robot.gripper] > 0.5)).astype(np.float64),
+    }
+
+
 # ---------------------------------------------------------------- prompt
 
 

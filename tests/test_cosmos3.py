@@ -242,3 +242,47 @@ def test_patchify_round_trip(b, t, h, w):
     assert tokens.shape == (b, t * h * w // 4, 12)
     torch.testing.assert_close(cosmos3.unpatchify(tokens, x.shape, 2), x, rtol=0, atol=0)
     torch.testing.assert_close(tokens[0, 0].view(2, 2, 3), x[0, :, 0, :2, :2].permute(1, 2, 0), rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def test_sampled_policy_is_the_stock_pipelines(stock, batch, base, monkeypatch):
+    """From the same first frame and noise, two prompts sampled in one batch end where the stock pipeline's own loop ends, one by one.
+
+    The pipeline runs in its policy mode with its native flow schedule and shift 5, 30 steps; only its prompt and the width of LIBERO's
+    action (which it does not know) are given to it.
+    """
+    from diffusers import Cosmos3OmniPipeline, UniPCMultistepScheduler
+    from diffusers.pipelines.cosmos import pipeline_cosmos3_omni as omni
+    from PIL import Image
+
+    solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+    pipe = Cosmos3OmniPipeline.from_pretrained(base, transformer=stock, scheduler=solver, enable_safety_checker=False, dtype=torch.float32)
+    pipe.register_to_config(use_native_flow_schedule=True)
+    pipe.set_progress_bar_config(disable=True)
+    monkeypatch.setitem(omni._EMBODIMENT_TO_RAW_ACTION_DIM, "libero", 10)
+    action = omni.CosmosActionCondition(
+        mode="policy", chunk_size=16, domain_name="libero", resolution_tier=256, image=Image.new("RGB", (512, 256))
+    )
+    prompts = cosmos3.PromptKV.pad([cosmos3.UndTower(stock)(batch["ids"][i]) for i in (0, 2)])
+    frame, vision_noise, action_noise = batch["latents"][::2, :, :1], batch["vision_noise"][::2], batch["action_noise"][::2, :, :10]
+    tower = cosmos3.GenTower(stock)
+    latents, actions = cosmos3.sample_policy(tower, frame, vision_noise, action_noise, prompts, torch.arange(2), DOMAIN, FPS)
+    for i, ids in enumerate((batch["ids"][0], batch["ids"][2])):
+        monkeypatch.setattr(pipe, "tokenize_prompt", lambda *a, ids=ids, **k: (ids.tolist(), ids.tolist()))
+        out = pipe(
+            "",
+            action=action,
+            fps=FPS,
+            num_inference_steps=30,
+            guidance_scale=1.0,
+            latents=torch.cat([frame[i : i + 1], vision_noise[i : i + 1, :, 1:]], 2),
+            action_latents=torch.nn.functional.pad(action_noise[i], (0, 54)),
+            output_type="latent",
+        )
+        moved = (actions[i] - action_noise[i]).norm() / action_noise[i].norm()
+        assert moved > 0.3  # a sampler that returns its noise would agree with nothing else
+        torch.testing.assert_close(latents[i : i + 1], out.video, rtol=0, atol=2e-4)
+        torch.testing.assert_close(actions[i], out.action[0], rtol=0, atol=2e-4)
+        assert torch.equal(latents[i, :, :1], frame[i])

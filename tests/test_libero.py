@@ -260,3 +260,23 @@ def test_another_robot_is_another_value(tmp_path):
     windows = libero.windows(libero.read_suite(root, robot))
     assert len(windows["start"]) == 391 - 3 * 32
     assert windows["idle"][0] == 12 and windows["idle"][20] == 32  # frames 0..31 hold 20..31; 20..51 stand still throughout
+
+
+# ---------------------------------------------------------------- action error
+
+
+def test_action_error_in_real_units():
+    """A step of (3, 4, 0) beside the recorded one is 5 off; a turn of 30 degrees about another axis than the recorded rotation's is 30 degrees off;
+    grippers count as right on the same side of 0.5; columns of another length give the same rotation, zero ones the identity."""
+    actual = LIBERO.encode(np.array([[0.1, 0.2, 0.3, 0.4, 0, 0, 1.0]] * 4))
+    predicted = actual.copy()
+    predicted[0, :3] += [3, 4, 0]
+    turned = rot6d.axis_angle_to_matrix(np.array([0.4, 0, 0])) @ rot6d.axis_angle_to_matrix(np.array([0, np.deg2rad(30), 0]))
+    predicted[1, 3:9] = rot6d.matrix_to_rot6d(turned)
+    predicted[2, 3:9] *= 2.5
+    predicted[2, 9] = 0.51
+    predicted[3, 3:9], predicted[3, 9] = 0, 0.49
+    error = libero.action_error(predicted[None], actual[None])
+    np.testing.assert_allclose(error["position"], [[5, 0, 0, 0]], atol=1e-12)
+    np.testing.assert_allclose(error["rotation"], [[0, 30, 0, np.rad2deg(0.4)]], atol=1e-5)
+    np.testing.assert_array_equal(error["gripper"], [[1, 1, 1, 0]])

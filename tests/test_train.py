@@ -1,37 +1,21 @@
 """05_train_fsdp2.py: exact resume, any number of ranks, the recipe's numbers.    Run: ./run_tests.sh tests/test_train.py
 
-The cache is that of the walk-through; every run here is a real one, as a script.
+The cache is that of the walk-through; every run here is a real one. One-rank runs share this process, the others are forked (tests/fork_server.py).
 """
 
 import json
-import re
 import shutil
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import golden, load_script, run_script
+import torch.distributed.checkpoint as dcp
+from conftest import golden
+from safetensors.torch import save_file
+from trainer import fork_ranks, here, on_ranks, run, small, tensors, train
 
-from common import keys, libero, quantile, weights
+from common import keys, libero, quantile, tiny, weights
 from common.console import OutputExists, Precondition, StageError
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-train = load_script("05_train_fsdp2")
-
-
-def small(walk, out, *flags):
-    """The arguments of a short run over the walk-through's cache, 12 samples a step; later flags win."""
-    own = ["--base", walk / "models/Cosmos3-Nano-DCP", "--cache", walk / "cache", "--out", out, "--global-batch", 12, "--micro-batch", 3]
-    return [str(a) for a in (*own, *flags)]
-
-
-def run(walk, out, *flags, ranks=1, code=0):
-    """A short training run as a script; returns its losses by step."""
-    argv = ["05_train_fsdp2.py", *small(walk, out, "--lr", 1e-3, "--warmup", 2, *flags)]
-    done = run_script(*argv, launcher=[*TORCHRUN, str(ranks)] if ranks > 1 else None)
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
-    return {int(s): float(x) for s, x in re.findall(r"^\[step\] step:(\d+)/\d+ loss:([\d.]+)", done.stdout, re.M)}, done
 
 
 def refused(walk, out, *flags):
@@ -41,21 +25,12 @@ def refused(walk, out, *flags):
     return caught.value
 
 
-def tensors(checkpoint):
-    """Every tensor of a checkpoint: weights, averages and Adam's moments."""
-    import torch.distributed.checkpoint as dcp
-
-    metadata = weights.read_dcp_metadata(checkpoint)
-    state = {k: torch.empty(m.size) for k, m in metadata.state_dict_metadata.items()}
-    dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
-    return state
-
-
 @pytest.fixture(scope="module")
 def straight(walk, tmp_path_factory):
-    """Four steps in one go, one process, a checkpoint of each."""
+    """Four steps in one go, one process, a checkpoint of each, two validations."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    losses, _ = run(walk, out, "--steps", 4, "--save-every", 1)
+    losses, code, text = here(walk, out, "--steps", 4, "--save-every", 1, "--val-every", 2, "--val-windows", 4)
+    assert code == 0, text
     return out, losses
 
 
@@ -63,20 +38,36 @@ def straight(walk, tmp_path_factory):
 def two_ranks(walk, tmp_path_factory):
     """The same four steps on two ranks, from the diffusers folder, with another micro-batch and the average in host memory."""
     out = tmp_path_factory.mktemp("two") / "run"
-    losses, _ = run(
-        walk, out, "--steps", 4, "--save-every", 2, "--micro-batch", 2, "--base", walk / "models/Cosmos3-Nano", "--ema", "host", ranks=2
-    )
-    return out, losses
+    flags = ("--micro-batch", 2, "--base", walk / "models/Cosmos3-Nano", "--ema", "host", "--val-every", 2, "--val-windows", 4)
+    return out, on_ranks(2, walk, out, "--steps", 4, "--save-every", 2, *flags)
+
+
+def scalars(out):
+    """{tag: [(step, value)]} of a run's TensorBoard files as they are, nothing merged."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def test_resume_is_bit_exact(walk, straight, tmp_path):
-    """Two steps, then a resume to four, equal four steps in one go bit for bit: weights, averages, moments and train state."""
+    """Two steps, then a resume to four, equal four steps in one go bit for bit: weights, averages, moments, train state and TensorBoard's steps.
+
+    The straight run validated on the way, with the average swapped in, and the resumed one did not: validation leaves no trace.
+    """
     out = tmp_path / "run"
     shutil.copytree(straight[0], out)
     for n in (3, 4):
         shutil.rmtree(out / f"checkpoints/global_step_{n}")
-    losses, done = run(walk, out, "--steps", 4, "--save-every", 2, "--resume")
-    assert sorted(losses) == [3, 4] and "global_step_2" in done.stdout
+    args = (out / "args.json").read_text()
+    losses, code, text = here(walk, out, "--steps", 4, "--save-every", 2, "--resume", "--lr", 1e-3)
+    assert code == 0 and sorted(losses) == [3, 4] and "global_step_2" in text
+    assert "[plan] resume lr: 0.001 in the checkpoint, 0.001 from now on" in text
+    assert [step for step, _ in scalars(out)["train/loss"]] == [1, 2, 3, 4]
+    assert (out / "args.json").read_text() == args and (out / "run.log").read_text().count("[plan] trained: 36 tensors") == 2
+    launches = [json.loads(line) for line in (out / "launches.jsonl").read_text().splitlines()]
+    assert [(n["from_step"], n["args"]["resume"]) for n in launches] == [(0, None), (2, "latest")]
     first, second = tensors(straight[0] / "checkpoints/global_step_4"), tensors(out / "checkpoints/global_step_4")
     assert first.keys() == second.keys() and len(first) == 4 * (2 * 11 + 14)
     for name, value in first.items():
@@ -85,9 +76,11 @@ def test_resume_is_bit_exact(walk, straight, tmp_path):
 
 
 def test_two_ranks_train_what_one_trains(straight, two_ranks):
-    """World 1 and world 2, other micro-batch, other base container: the same losses and weights within float error."""
+    """World 1 and world 2, other micro-batch, other base container: the same losses, gradient norms and weights within float error."""
     assert straight[1].keys() == two_ranks[1].keys() == {1, 2, 3, 4}
     np.testing.assert_allclose(list(straight[1].values()), list(two_ranks[1].values()), rtol=1e-5, atol=1e-4)
+    norms = [[v for _, v in scalars(o)["train/grad_norm"]] for o, _ in (straight, two_ranks)]
+    np.testing.assert_allclose(*norms, rtol=1e-4)  # the whole gradient's, not one shard's
     first, second = (tensors(o / "checkpoints/global_step_4") for o, _ in (straight, two_ranks))
     for name, value in first.items():
         if name.startswith("net"):
@@ -99,8 +92,70 @@ def test_a_run_of_two_ranks_goes_on_with_one(walk, straight, two_ranks, tmp_path
     out = tmp_path / "run"
     shutil.copytree(two_ranks[0], out)
     shutil.rmtree(out / "checkpoints/global_step_4")
-    losses, _ = run(walk, out, "--steps", 4, "--resume")
+    losses, _, _ = here(walk, out, "--steps", 4, "--resume", "--micro-batch", "auto")
     np.testing.assert_allclose([losses[3], losses[4]], [straight[1][3], straight[1][4]], rtol=1e-5, atol=1e-4)
+
+
+def test_a_run_of_two_ranks_goes_on_with_three(walk, straight, two_ranks, tmp_path):
+    """The same checkpoint on three ranks, whose shards are cut elsewhere and not evenly: again the losses of the straight run."""
+    out = tmp_path / "run"
+    shutil.copytree(two_ranks[0], out)
+    shutil.rmtree(out / "checkpoints/global_step_4")
+    losses = on_ranks(3, walk, out, "--steps", 4, "--resume", "--micro-batch", 2)
+    np.testing.assert_allclose([losses[3], losses[4]], [straight[1][3], straight[1][4]], rtol=1e-5, atol=1e-4)
+
+
+def test_shards_of_replicas_travel(walk, straight, tmp_path):
+    """Two replicas of two shards each take up a one-rank checkpoint, train step 3 and save; one rank goes on from there: the straight run's losses."""
+    out = tmp_path / "run"
+    shutil.copytree(straight[0], out)
+    for n in (3, 4):
+        shutil.rmtree(out / f"checkpoints/global_step_{n}")
+    losses = on_ranks(4, walk, out, "--steps", 3, "--resume", "--replicate", 2)
+    again, _, _ = here(walk, out, "--steps", 4, "--resume")
+    np.testing.assert_allclose([losses[3], again[4]], [straight[1][3], straight[1][4]], rtol=1e-5, atol=1e-4)
+
+
+def test_no_rank_holds_the_model(tmp_path):
+    """Two ranks, a tower wide enough that its heads are small: from the meta build to the loaded base, each rank's live memory peaks below
+    its own shard and three times the largest tensor (its read buffer, and a fresh head while it is drawn and cut), far below the whole."""
+    config = tiny.TRANSFORMER | {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 6}
+    config |= {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [16, 8, 8], "rope_type": "default"}}
+    generator = torch.Generator().manual_seed(0)
+    state = {keys.to_diffusers(k): torch.randn(s, generator=generator).bfloat16() for k, s in keys.shapes(config).items()}
+    (tmp_path / "transformer").mkdir()
+    save_file(state, tmp_path / "transformer/diffusion_pytorch_model.safetensors")
+    (tmp_path / "transformer/config.json").write_text(json.dumps(config))
+    dcp.save({f"net.{keys.to_canonical(k)}": v for k, v in state.items()}, checkpoint_id=str(tmp_path / "model"), no_dist=True)
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    codes, texts = fork_ranks(2, "count_start", tmp_path, tmp_path / "model", tmp_path / "transformer")
+    assert codes == [0, 0], texts
+    for rank in (0, 1):
+        for container, count in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            assert count["equal"] and count["shard"] <= 0.51 * count["whole"]
+            held = count["peak"] - count["mapped"]
+            assert count["shard"] <= held < count["shard"] + 3 * count["largest"] < 0.75 * count["whole"], (container, count)
+
+
+@pytest.mark.parametrize(
+    ("room", "chosen", "peak"),
+    [(200, 32, 165), (165, 32, 165), (164, 16, 85), (39, 4, 25), (9, 0, 10)],
+)
+def test_largest_micro_batch_by_two_measurements(room, chosen, peak):
+    """Peaks of 15 at 2 samples and 25 at 4 mean 5 a sample over 5: the largest divisor of 32 whose peak is within the room; none if not even one."""
+    assert train.most_that_fits([1, 2, 4, 8, 16, 32], 2, 15, 4, 25, room) == (chosen, peak)
+
+
+def test_validation_does_not_depend_on_the_ranks(straight, two_ranks):
+    """One rank and two ranks, which share four windows, report the same held-out losses and action errors; both at steps 2 and 4."""
+    first, second = scalars(straight[0]), scalars(two_ranks[0])
+    tags = {"val/" + t for t in ("loss", "flow_matching_loss_vision", "flow_matching_loss_action")}
+    tags |= {"val/" + t for t in ("position_error", "rotation_error_deg", "gripper_accuracy")}
+    assert {t for t in first if t.startswith("val/")} == tags == {t for t in second if t.startswith("val/")}
+    for tag in tags:
+        assert [s for s, _ in first[tag]] == [2, 4] == [s for s, _ in second[tag]]
+        np.testing.assert_allclose([v for _, v in first[tag]], [v for _, v in second[tag]], rtol=2e-3, atol=1e-4)
+    assert first["val/loss"][1][1] < first["val/loss"][0][1] and 0 < first["val/rotation_error_deg"][1][1] < 180
 
 
 def test_every_trained_tensor_moved_and_nothing_else_was_saved(walk, straight):
@@ -209,19 +264,34 @@ def test_batch_actions_are_normalized(stream):
 # ---------------------------------------------------------------- refusals
 
 
+def test_plan_says_what_the_run_will_take(walk, tmp_path, capsys):
+    """The plan's numbers, worked out by hand for the stand-in on one rank: bytes, tokens, operations, epochs, checkpoints."""
+    flags = ("--steps", 10, "--ema", "host", "--save-every", 5, "--lr", 5e-5)
+    train.plan(train.parse_args(small(walk, tmp_path / "run", *flags)))
+    text, parameters = capsys.readouterr().out, 385_856
+    in_layers = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128 + 2 * 16 + 2 * 64)
+    flops = 6 * 12 * 266 * (in_layers + 2 * 2 * 64 * 266)
+    assert "learning rates: 5e-05 x 31 tensors, 0.00025 x 5 tensors" in text
+    assert f"10 steps of {12 * 266} tokens and {flops / 1e12:.4g} TFLOP" in text
+    assert f"[plan] memory: {parameters * 16 / 2**20:.2f} MiB a rank for weights, gradients and Adam, 0 B for EMA" in text
+    assert f"[plan] host memory: {parameters * 4 / 2**20:.2f} MiB a rank for EMA (host)" in text
+    assert f"[plan] checkpoint: {parameters * 16 / 2**20:.2f} MiB each, 2 in all" in text
+    assert f"libero_10 36 ({10 * 12 / 4 / 36:.1f} epochs)" in text
+
+
 def test_existing_run_is_refused(walk, straight):
     """A run folder that exists is exit 4 and names --resume; nothing in it changes."""
-    before = sorted(p for p in straight[0].rglob("*"))
+    before = sorted((p, p.stat().st_mtime_ns) for p in straight[0].rglob("*"))
     _, done = run(walk, straight[0], "--steps", 8, code=4)
-    assert "--resume" in done.stderr and sorted(p for p in straight[0].rglob("*")) == before
+    assert "--resume" in done.stderr and sorted((p, p.stat().st_mtime_ns) for p in straight[0].rglob("*")) == before
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(walk, straight, tmp_path):
     """--resume in a run folder without a complete checkpoint starts at step 0 with a [warn]; a folder without COMPLETE does not count."""
     (tmp_path / "run/checkpoints/global_step_9").mkdir(parents=True)
     (tmp_path / "run/args.json").write_text("{}")
-    losses, done = run(walk, tmp_path / "run", "--steps", 1, "--resume")
-    assert "[warn] resume" in done.stdout and losses[1] == straight[1][1]
+    losses, _, text = here(walk, tmp_path / "run", "--steps", 1, "--resume")
+    assert "[warn] resume" in text and losses[1] == straight[1][1]
 
 
 def test_resume_into_a_strangers_folder_is_refused(walk, tmp_path):
@@ -255,13 +325,13 @@ def test_resume_with_another_seed_or_cache_is_refused(walk, straight, tmp_path):
     cache = shutil.copytree(walk / "cache", tmp_path / "cache")
     manifest = json.loads((cache / "manifest.json").read_text())
     (cache / "manifest.json").write_text(json.dumps(manifest | {"stride": 8}))
-    assert "data: " in str(refused(walk, straight[0], "--steps", 8, "--resume", "--cache", cache))
+    assert "data.stride: 16 -> 8" in str(refused(walk, straight[0], "--steps", 8, "--resume", "--cache", cache))
 
 
 def test_finished_run_is_left_alone(walk, straight):
     """--resume of a run that has reached --steps says so, exits 0 and trains nothing."""
-    losses, done = run(walk, straight[0], "--steps", 4, "--resume")
-    assert not losses and "[ok] finished" in done.stdout and "[done] 05_train_fsdp2" in done.stdout
+    losses, code, text = here(walk, straight[0], "--steps", 4, "--resume")
+    assert code == 0 and not losses and "[ok] finished" in text and "[done] 05_train_fsdp2" in text
 
 
 def test_failed_start_leaves_no_run_folder(walk, tmp_path):
@@ -269,8 +339,8 @@ def test_failed_start_leaves_no_run_folder(walk, tmp_path):
     cache = shutil.copytree(walk / "cache", tmp_path / "cache")
     file = cache / "libero_goal/latents.bin"
     file.write_bytes(file.read_bytes()[:-2])
-    _, done = run(walk, tmp_path / "run", "--cache", cache, code=3)
-    assert "latents.bin" in done.stderr and not (tmp_path / "run").exists()
+    _, code, text = here(walk, tmp_path / "run", "--cache", cache)
+    assert code == 3 and "latents.bin" in text and not (tmp_path / "run").exists()
 
 
 def test_resume_with_other_stats_is_refused(walk, straight, tmp_path):
@@ -283,7 +353,7 @@ def test_resume_with_other_stats_is_refused(walk, straight, tmp_path):
     manifest["stats"]["sha256"] = quantile.load_stats(cache / "stats.json").sha256
     (cache / "manifest.json").write_text(json.dumps(manifest))
     error = refused(walk, straight[0], "--steps", 8, "--resume", "--cache", cache)
-    assert "stats: " in str(error) and manifest["stats"]["sha256"][:12] in str(error)
+    assert "stats.sha256: " in str(error) and manifest["stats"]["sha256"][:12] in str(error) and "--allow-change stats" in str(error)
 
 
 def test_cache_of_another_base_is_refused(walk, tmp_path):
@@ -301,13 +371,3 @@ def test_batch_arithmetic_is_refused_with_its_numbers(walk, tmp_path):
         "10 = 4 x 1 x 2.5" in str(refused(walk, tmp_path / "run", "--global-batch", 10, "--micro-batch", 4))
         and not (tmp_path / "run").exists()
     )
-
-
-def test_not_finite_gradient_stops_without_a_checkpoint(walk, tmp_path):
-    """A NaN latent in the data ends the run with exit 5, the step and its sample numbers, and saves nothing."""
-    cache = tmp_path / "cache"
-    shutil.copytree(walk / "cache", cache)
-    for file in cache.glob("*/latents.bin"):
-        file.write_bytes(b"\xff\x7f" * (file.stat().st_size // 2))
-    _, done = run(walk, tmp_path / "run", "--steps", 2, "--cache", cache, code=5)
-    assert "at step 1, samples 0..11" in done.stderr and not list((tmp_path / "run/checkpoints").iterdir())
