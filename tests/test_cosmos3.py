@@ -11,7 +11,7 @@ import torch
 from conftest import golden
 from hypothesis import given
 from hypothesis import strategies as st
-from stock import DOMAIN, FPS, GRID, stock_forward
+from common.stock import DOMAIN, FPS, GRID, stock_forward
 
 from common import cosmos3, keys, tiny
 

@@ -1,0 +1,142 @@
+"""Stages 03 and 06 against a plain copy of the same bytes on the same disk, at two sizes: time and memory.
+
+Run:    python tests/bench/convert.py --work work/bench_convert --gib 1 4          # random tensors in the published layout
+        python tests/bench/convert.py --work work/bench_convert --base work/synthetic/Cosmos3-Nano      # one base that exists, at its own size
+Prints a row for each size and step: seconds, ratio to `cp` of as many bytes, peak of anonymous memory (RssAnon: what the process itself
+holds; the mapped file pages that RssFile counts are page cache) and of all resident memory, sampled every 5 ms. Every step ends with the
+bytes on the disk (fsync), the copy too. The steps verify what they wrote by reading it back; the copy does not.
+Disk: three times the base at most; each output is deleted when it is measured. Shards of 256 MiB for --gib, so that one shard is the same at both sizes.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from common import console, keys, tiny, weights
+
+SHARD_BYTES = 2**28
+# A narrow Nano: every layer weighs 48 MiB in bf16, the rest little, so that the number of layers sets the size.
+WIDTHS = {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192}
+
+
+def write_base(folder: Path, gib: float) -> None:
+    """A folder in the published layout whose transformer weighs about `gib` GiB."""
+    import torch
+
+    tiny.write_cosmos3_nano(folder)
+    shutil.rmtree(folder / "transformer")
+    (folder / "transformer").mkdir()
+    config = tiny.TRANSFORMER | WIDTHS
+    one, two = (sum(2 * torch.Size(s).numel() for s in keys.shapes(config | {"num_hidden_layers": n}).values()) for n in (1, 2))
+    config["num_hidden_layers"] = max(1, round((gib * 2**30 - one) / (two - one)) + 1)
+    console.write_json(folder / "transformer/config.json", config)
+    generator = torch.Generator().manual_seed(0)
+    shards, size = [{}], 0
+    for key, shape in keys.shapes(config).items():
+        nbytes = 2 * torch.Size(shape).numel()
+        if size + nbytes > SHARD_BYTES and shards[-1]:
+            shards, size = [*shards, {}], 0
+        size += nbytes
+        shards[-1][keys.to_diffusers(key)] = (shape, "torch.bfloat16")
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        name = f"diffusion_pytorch_model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        weights.write_safetensors(
+            folder / "transformer" / name, shard, lambda n, shard=shard: torch.randn(shard[n][0], generator=generator).to(torch.bfloat16)
+        )
+        weight_map |= dict.fromkeys(shard, name)
+    console.write_json(folder / "transformer" / weights.INDEX, {"metadata": {}, "weight_map": weight_map})
+
+
+def measured(argv: list) -> dict:
+    """{seconds, anonymous, resident} of a command; memory in bytes, the largest of samples taken every 5 ms."""
+    peak = {"RssAnon": 0, "VmRSS": 0}
+    start = time.monotonic()
+    child = subprocess.Popen([str(a) for a in argv], stdout=subprocess.DEVNULL, cwd=REPO)
+    while child.poll() is None:
+        try:
+            lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+        except OSError:  # it ended in between
+            continue
+        for line in lines:
+            name = line.split(":")[0]
+            if name in peak:
+                peak[name] = max(peak[name], 1024 * int(line.split()[1]))
+        time.sleep(0.005)
+    seconds = time.monotonic() - start
+    if child.returncode:
+        raise SystemExit(f"{argv} ended with {child.returncode}")
+    return {"seconds": seconds, "anonymous": peak["RssAnon"], "resident": peak["VmRSS"]}
+
+
+def bench(base: Path, work: Path, targets: list[str]) -> list[dict]:
+    """Copy, 03, and 06 from the DCP to each target; outputs are deleted as soon as nothing needs them."""
+    transformer = base / "transformer"
+    nbytes = sum(f.stat().st_size for f in transformer.iterdir())
+    dcp, out = work / "dcp", work / "out"
+    subprocess.run(f"cat {transformer}/* > /dev/null", shell=True, check=True)  # all start from the same page cache
+    blank = measured([sys.executable, "-c", "import torch, torch.distributed.checkpoint"])
+    rows = []
+
+    def row(step, argv, remove=None):
+        os.sync()
+        result = measured(argv)
+        result |= {"step": step, "gib": nbytes / 2**30}
+        rows.append(result)
+        if remove:
+            shutil.rmtree(remove) if remove.is_dir() else remove.unlink()
+
+    row("cp", ["sh", "-c", f"cp -r {transformer} {out} && sync -f {out} && find {out} -type f -exec sync -d {{}} +"], out)
+    row("03 to DCP", [sys.executable, "03_base_to_dcp.py", "--base", base, "--out", dcp])
+    for target in targets:
+        row(f"06 to {target}", [sys.executable, "06_convert_ckpt.py", "--src", dcp, "--base", base, "--out", out, "--to", target], out)
+    shutil.rmtree(dcp)
+    copy = rows[0]["seconds"]
+    for r in rows:
+        r["ratio"] = r["seconds"] / copy
+        r["ratio_without_start"] = (r["seconds"] - (blank["seconds"] if r is not rows[0] else 0)) / copy
+        console.ok(
+            r["step"],
+            f"{r['gib']:.2f} GiB in {r['seconds']:.2f} s, {r['ratio']:.2f} x cp ({r['ratio_without_start']:.2f} without the "
+            f"{blank['seconds']:.1f} s that importing torch takes), anonymous {r['anonymous'] / 2**20:.0f} MiB "
+            f"(importing torch: {blank['anonymous'] / 2**20:.0f}), resident {r['resident'] / 2**20:.0f} MiB",
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("work/bench_convert"), help="folder for inputs and outputs, deleted afterwards")
+    parser.add_argument("--gib", type=float, nargs="+", default=[1, 4], help="sizes of the random bases")
+    parser.add_argument("--base", type=Path, help="a diffusers folder that exists, instead of random ones; it is left as it is")
+    parser.add_argument("--targets", nargs="+", default=["diffusers"], choices=["diffusers", "rlinf", "cosmos-dcp"], help="what 06 writes")
+    parser.add_argument("--json", type=Path, help="write the rows as JSON to this file")
+    args = parser.parse_args()
+    if args.work.exists():
+        raise SystemExit(f"{args.work} exists: delete it, or pass another --work")
+    work, rows = args.work.resolve(), []
+    work.mkdir(parents=True)
+    try:
+        for gib in [None] if args.base else args.gib:
+            base = args.base.resolve() if args.base else work / f"base_{gib:g}"
+            if not args.base:
+                write_base(base, gib)
+            rows += bench(base, work, args.targets)
+            if not args.base:
+                shutil.rmtree(base)
+    finally:
+        shutil.rmtree(work)
+    if args.json:
+        console.write_json(args.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
