@@ -24,6 +24,7 @@ import math
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,12 +174,15 @@ def inputs(args) -> dict:
                     tensors[keys.spell(k, container, ema=which == "net_ema")] = Out(k, o, n, fixed.get(which) or o.info[n][1])
         if args.to == "cosmos-dcp":
             tensors |= {"net." + k: Out(k, src, n, src.info[n][1]) for k, n in src.vision.items()}
+    # canonical -> name in the base, of what must equal it; the vision tower of an HF export is stock Qwen3-VL's
+    pinned = {k: base.net[k] for k in frozen} | (base.vision if src.kind != "safetensors" else {})
     return {
         "src": src,
         "base": base,
         "config": config,
         "sound": sound,
         "trained": set(trained),
+        "frozen": pinned,
         "tensors": tensors,
         "weights": args.weights,
     }
@@ -249,26 +253,28 @@ UNEXPECTED = {
 }
 
 
-def differences(p: dict, names, info: dict, tensor) -> dict[str, list[str]]:
+def differences(p: dict, names, info: dict, tensor, parallel: bool = True) -> dict[str, list[str]]:
     """Group of UNEXPECTED -> names among `names`, for tensors that were written. `info`: name -> (shape, dtype); `tensor(name)` reads one."""
     import torch
 
-    found = collections.defaultdict(list)
-    for name in names:
+    def groups(name) -> list[str]:
         out, base = p["tensors"][name], p["base"]
         if name not in info:
-            found["absent"].append(name)
-        elif info[name] != (out.shape(), out.dtype):
-            found["of another shape or dtype"].append(f"{name} {info[name]}")
-        else:
-            value, original = tensor(name), out.value()
-            if not weights.finite(value):
-                found["not finite"].append(name)
-            if not weights.same(value, original, value.dtype):
-                found["other values than SRC"].append(name)
-            frozen = p["frozen"].get(out.key)
-            if frozen and out.origin is not base and not weights.same(value, base.tensor(frozen), torch.bfloat16):
-                found["frozen, but not the base's"].append(name)
+            return ["absent"]
+        if info[name] != (out.shape(), out.dtype):
+            return ["of another shape or dtype"]
+        value, frozen = tensor(name), p["frozen"].get(out.key)
+        compare_base = frozen and out.origin is not base
+        return [
+            *(["not finite"] if not weights.finite(value) else []),
+            *(["other values than SRC"] if not weights.same(value, out.value(), value.dtype) else []),
+            *(["frozen, but not the base's"] if compare_base and not weights.same(value, base.tensor(frozen), torch.bfloat16) else []),
+        ]
+
+    found = collections.defaultdict(list)
+    for name, bad in zip(names, (weights.spread if parallel else map)(groups, names), strict=True):
+        for group in bad:
+            found[group].append(name)
     return found
 
 
@@ -288,8 +294,8 @@ def say_expected(p: dict) -> None:
     src, base, outs = p["src"], p["base"], p["tensors"].values()
     used = {o.stored for o in outs if o.origin is src}
     trained = {o.key: o for o in reversed(outs) if o.key in p["trained"]}  # the weights come before the averages
-    changed = [k for k, o in trained.items() if not weights.same(o.value(), base.tensor(base.net[k]), torch.bfloat16)]
-    console.ok("expected", f"{len(changed)} of {len(trained)} trained tensors differ from the base")
+    changed = sum(weights.spread(lambda k: not weights.same(trained[k].value(), base.tensor(base.net[k]), torch.bfloat16), trained))
+    console.ok("expected", f"{changed} of {len(trained)} trained tensors differ from the base")
     for (old, new), n in collections.Counter((o.origin.info[o.stored][1], o.dtype) for o in outs).items():
         if old != new:
             console.ok("expected", f"{n} tensors cast from {old} to {new}")
@@ -360,6 +366,14 @@ def verify_other(place: Path, p: dict) -> None:
     judge(differences(p, p["tensors"], written.info, written.tensor) | ({"not asked for": extra} if extra else {}))
 
 
+def verify_and_sync(place: Path, p: dict) -> None:
+    """verify_other of what was just written, while it goes to the disk."""
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(lambda: [weights.sync(f) for f in (place.iterdir() if place.is_dir() else [place])])
+        verify_other(place, p)
+        synced.result()
+
+
 def say_verified(p: dict) -> None:
     outs = p["tensors"].values()
     census = ", ".join(f"{n} {dtype}" for dtype, n in collections.Counter(o.dtype for o in outs).items())
@@ -425,14 +439,18 @@ def write_diffusers(args, p: dict) -> None:
             shutil.rmtree(left)
         elif left.parent == tmp or left.name not in shards:  # only shards are worth keeping, and only if they pass
             left.unlink()
-    for shard in sorted(shards):
+
+    def write(shard) -> tuple[dict, str]:
+        """(differences, what happened) of one shard: written, unless an interrupted run left it whole."""
         file, names = tmp / "transformer" / shard, shards[shard]
         if file.is_file() and not shard_differences(file, names, p):
-            console.ok(shard, f"{len(names)} tensors, kept from an interrupted run")
-            continue
+            return {}, ", kept from an interrupted run"
         weights.write_safetensors(file, {n: (tensors[n].shape(), tensors[n].dtype) for n in names}, lambda n: tensors[n].value())
-        judge(shard_differences(file, names, p))
-        console.ok(shard, f"{len(names)} tensors")
+        return shard_differences(file, names, p), ""
+
+    for shard, (found, kept) in zip(sorted(shards), weights.spread(write, sorted(shards)), strict=True):
+        judge(found)
+        console.ok(shard, f"{len(shards[shard])} tensors{kept}")
     if (base.path / weights.INDEX).is_file():
         weight_map = {n: shard for shard, names in shards.items() for n in names}
         index = {"metadata": {"total_size": p["bytes"]}, "weight_map": dict(sorted(weight_map.items()))}
@@ -456,7 +474,7 @@ def shard_differences(file: Path, names: list[str], p: dict) -> dict[str, list[s
         table = weights.check_safetensors(file)
     except Precondition:
         return {"absent": names}
-    found = differences(p, names, {n: t[:2] for n, t in table.items()}, lambda n: weights.mapped(file, *table[n]))
+    found = differences(p, names, {n: t[:2] for n, t in table.items()}, lambda n: weights.mapped(file, *table[n]), parallel=False)
     extra = [n for n in table if n not in names]
     return found | ({"not asked for": extra} if extra else {})
 
@@ -478,7 +496,7 @@ def write_rlinf(args, p: dict) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     outs = p["tensors"]
     weights.write_pt(tmp, {n: (o.shape(), o.dtype) for n, o in outs.items()}, lambda n: outs[n].value())
-    verify_other(tmp, p)
+    verify_and_sync(tmp, p)
     os.replace(tmp, args.out)
 
 
@@ -492,7 +510,7 @@ def write_dcp(args, p: dict) -> None:
     (model / "config.json").write_text(json.dumps(p["config"], indent=2, sort_keys=True) + "\n")
     if (args.base / "checkpoint.json").is_file():
         shutil.copy(args.base / "checkpoint.json", tmp / "checkpoint.json")
-    verify_other(model, p)
+    verify_and_sync(model, p)
     fingerprint = weights.base_fingerprint(weights.open_source(model))
     note = {"fingerprint": fingerprint, "tensors": len(outs), "bytes": p["bytes"], **weights.versions()}
     console.write_json(tmp / weights.BASE_NOTE, note)

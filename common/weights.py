@@ -10,6 +10,7 @@ A DCP's .metadata is a pickle: open only those that you trust. Pickled objects i
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -23,6 +24,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 BASE_NOTE = "base.json"  # beside a DCP: its fingerprint, source and versions
 PIECE = 2**22  # numbers that are cast, compared or written at a time: at most 16 MiB of working memory
+WORKERS = 4  # threads that write or compare: while one waits for the disk, others work
 FILE_BYTES = 5 * 2**30  # cosmos-framework writes ceil(bytes / 5 GiB) DCP files
 SAMPLE = 4096  # bytes at either end of a tensor that enter its fingerprint
 # What a checkpoint may hold beside the network: dropped without a word. Anything else unknown is an error.
@@ -310,24 +313,25 @@ def _open_dcp(folder: Path) -> Source:
     tensors = {n: m for n, m in metadata.state_dict_metadata.items() if hasattr(m, "size")}
     info = {n: (tuple(m.size), str(m.properties.dtype)) for n, m in tensors.items()}
 
-    def part(name, chunk):
-        entry = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    @functools.cache
+    def find(name, offsets):
+        """(file, its archive's first byte, meta tensor) of a chunk: where its bytes lie is read from the archive once."""
+        entry = metadata.storage_data[MetadataIndex(name, offsets)]
         if getattr(entry, "transform_descriptors", None):
             raise Precondition("a plain DCP", f"{entry.transform_descriptors} on {name} in {folder}", "save it without extensions")
         with open(folder / entry.relative_path, "rb") as f:
-            view = _create_file_view(f, entry.offset, entry.length)
-            like = torch.load(view, map_location="meta", weights_only=True)
-        return _stored(folder / entry.relative_path, entry.offset, like)
+            like = torch.load(_create_file_view(f, entry.offset, entry.length), map_location="meta", weights_only=True)
+        return folder / entry.relative_path, entry.offset, like
 
     def tensor(name):
         chunks = tensors[name].chunks
         if len(chunks) == 1:
-            return part(name, chunks[0]).view(info[name][0])
+            return _stored(*find(name, chunks[0].offsets)).view(info[name][0])
         value = torch.empty(info[name][0], dtype=tensors[name].properties.dtype)
         if sum(c.sizes.numel() for c in chunks) != value.numel():
             raise Precondition(f"every element of {name}", f"{len(chunks)} chunks that do not cover it in {folder}", "save it again")
         for chunk in chunks:
-            value[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = part(name, chunk)
+            value[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = _stored(*find(name, chunk.offsets))
         return value
 
     return Source("dcp", folder, *_classify(info, folder), info, tensor, {})
@@ -385,6 +389,12 @@ def _open_pt(file: Path) -> Source:
 # ---------------------------------------------------------------- writing and comparing, piece by piece
 
 
+def spread(work: Callable, items: Iterable) -> Iterable:
+    """work(item) of every item, in order, by WORKERS threads (reading, writing and comparing run outside the interpreter lock)."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        yield from pool.map(work, items)
+
+
 def pieces(value, dtype):
     """Consecutive flat pieces of a tensor, at most PIECE numbers each, cast to `dtype` (round to nearest)."""
     for piece in value.reshape(-1).split(PIECE):
@@ -414,6 +424,15 @@ def _write(f, value, dtype) -> None:
         f.write(memoryview(piece.view(torch.uint8).numpy()))
 
 
+def sync(file: Path) -> None:
+    """Return when the bytes of a file or the entries of a folder are on the disk."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_safetensors(file: Path, tensors: Mapping[str, tuple], tensor: Callable) -> None:
     """`tensors`: name -> (shape, dtype); `tensor(name)` gives the values in any dtype. The bytes are those of safetensors' save_file with
     metadata {"format": "pt"}: 8 bytes of header length, the header in JSON (wider dtypes first, then by name) padded to 8, the data.
@@ -440,7 +459,8 @@ def write_safetensors(file: Path, tensors: Mapping[str, tuple], tensor: Callable
 
 
 def write_pt(file: Path, tensors: Mapping[str, tuple], tensor: Callable) -> None:
-    """What torch.save would write for {name: tensor}, without holding the dict: first the archive with holes, then each tensor in its place."""
+    """What torch.save would write for {name: tensor}, without holding the dict: first the archive with holes, then each tensor in its place.
+    Not forced to the disk, as with write_dcp."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -452,12 +472,11 @@ def write_pt(file: Path, tensors: Mapping[str, tuple], tensor: Callable) -> None
         for name, like in torch.load(file, map_location="meta", weights_only=True).items():
             f.seek(like.untyped_storage()._checkpoint_offset)
             _write(f, tensor(name), like.dtype)
-        f.flush()
-        os.fsync(f.fileno())
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, tuple], tensor: Callable) -> None:
-    """A DCP of ceil(bytes / 5 GiB) files. The planner sees shapes only; each thread of the writer asks for a tensor when it comes to it."""
+    """A DCP of ceil(bytes / 5 GiB) files. The planner sees shapes only; each thread of the writer asks for a tensor when it comes to it.
+    The files are not forced to the disk: `sync` does that, beside the reader that verifies them."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -467,7 +486,7 @@ def write_dcp(folder: Path, tensors: Mapping[str, tuple], tensor: Callable) -> N
 
     state = {n: torch.empty(s, dtype=getattr(torch, d.removeprefix("torch.")), device="meta") for n, (s, d) in tensors.items()}
     nbytes = sum(v.nbytes for v in state.values())
-    writer = dcp.FileSystemWriter(str(folder), thread_count=math.ceil(nbytes / FILE_BYTES))
+    writer = dcp.FileSystemWriter(str(folder), thread_count=math.ceil(nbytes / FILE_BYTES), sync_files=False)
     checksums = torch.serialization.get_crc32_options()
     # torch's zip checksum is never read back and takes four times as long as the copy.
     torch.serialization.set_crc32_options(False)

@@ -23,7 +23,14 @@ from common import console, keys, tiny, weights
 
 SHARD_BYTES = 2**28
 # A narrow Nano: every layer weighs 48 MiB in bf16, the rest little, so that the number of layers sets the size.
-WIDTHS = {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192}
+WIDTHS = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "head_dim": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+}
 
 
 def write_base(folder: Path, gib: float) -> None:
