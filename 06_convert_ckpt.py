@@ -173,16 +173,16 @@ def inputs(args) -> dict:
                 if args.to == "cosmos-dcp" or not keys.is_sound(k):
                     tensors[keys.spell(k, container, ema=which == "net_ema")] = Out(k, o, n, fixed.get(which) or o.info[n][1])
         if args.to == "cosmos-dcp":
-            tensors |= {"net." + k: Out(k, src, n, src.info[n][1]) for k, n in src.vision.items()}
-    # canonical -> name in the base, of what must equal it; the vision tower of an HF export is stock Qwen3-VL's
-    pinned = {k: base.net[k] for k in frozen} | (base.vision if src.kind != "safetensors" else {})
+            # cosmos-framework's HF export fills its vision tower from stock Qwen3-VL: the base's is taken
+            tower = base if src.kind == "safetensors" else src
+            tensors |= {"net." + k: Out(k, tower, n, tower.info[n][1]) for k, n in tower.vision.items() if src.vision}
     return {
         "src": src,
         "base": base,
         "config": config,
         "sound": sound,
         "trained": set(trained),
-        "frozen": pinned,
+        "frozen": {k: base.net[k] for k in frozen} | base.vision,  # canonical -> name in the base, of what must equal it
         "tensors": tensors,
         "weights": args.weights,
     }
@@ -257,24 +257,25 @@ def differences(p: dict, names, info: dict, tensor, parallel: bool = True) -> di
     """Group of UNEXPECTED -> names among `names`, for tensors that were written. `info`: name -> (shape, dtype); `tensor(name)` reads one."""
     import torch
 
-    def groups(name) -> list[str]:
+    def groups(name) -> list[tuple[str, str]]:
         out, base = p["tensors"][name], p["base"]
         if name not in info:
-            return ["absent"]
+            return [("absent", name)]
         if info[name] != (out.shape(), out.dtype):
-            return ["of another shape or dtype"]
+            return [("of another shape or dtype", f"{name} {info[name][0]} {info[name][1]}")]
         value, frozen = tensor(name), p["frozen"].get(out.key)
         compare_base = frozen and out.origin is not base
-        return [
-            *(["not finite"] if not weights.finite(value) else []),
-            *(["other values than SRC"] if not weights.same(value, out.value(), value.dtype) else []),
-            *(["frozen, but not the base's"] if compare_base and not weights.same(value, base.tensor(frozen), torch.bfloat16) else []),
-        ]
+        checks = {
+            "not finite": weights.finite(value),
+            "other values than SRC": weights.same(value, out.value(), value.dtype),
+            "frozen, but not the base's": not compare_base or weights.same(value, base.tensor(frozen), torch.bfloat16),
+        }
+        return [(group, name) for group, passed in checks.items() if not passed]
 
     found = collections.defaultdict(list)
-    for name, bad in zip(names, (weights.spread if parallel else map)(groups, names), strict=True):
-        for group in bad:
-            found[group].append(name)
+    for differing in (weights.spread if parallel else map)(groups, names):
+        for group, text in differing:
+            found[group].append(text)
     return found
 
 
@@ -328,8 +329,8 @@ def vision_differs(p: dict) -> dict[str, list[str]]:
         or src.info[n] != base.info[base.vision[k]]
         or not weights.same(src.tensor(n), base.tensor(base.vision[k]), base.tensor(base.vision[k]).dtype)
     ]
-    if differ and src.kind == "safetensors":  # export_model fills the tower from stock Qwen3-VL
-        console.ok("expected", f"{len(differ)} tensors of the vision tower are not Cosmos3's in an HF export; BASE's are taken")
+    if differ and src.kind == "safetensors":
+        console.ok("expected", f"{len(differ)} tensors of the vision tower are stock Qwen3-VL's in an HF export; BASE's are taken")
         return {}
     return {"frozen, but not the base's": differ} if differ else {}
 

@@ -397,7 +397,7 @@ def spread(work: Callable, items: Iterable) -> Iterable:
 
 def pieces(value, dtype):
     """Consecutive flat pieces of a tensor, at most PIECE numbers each, cast to `dtype` (round to nearest)."""
-    for piece in value.reshape(-1).split(PIECE):
+    for piece in value.contiguous().view(-1).split(PIECE):
         yield piece.to(dtype)
 
 
@@ -414,7 +414,7 @@ def same(a, b, dtype) -> bool:
 
 def finite(value) -> bool:
     """No NaN and no infinity: either shows in the extremes, which are far cheaper to find than to test each number."""
-    return all(bool(extreme.isfinite()) for piece in value.reshape(-1).split(PIECE) for extreme in piece.aminmax())
+    return all(bool(extreme.isfinite()) for piece in value.contiguous().view(-1).split(PIECE) for extreme in piece.aminmax())
 
 
 def _write(f, value, dtype) -> None:
@@ -493,7 +493,10 @@ def write_dcp(folder: Path, tensors: Mapping[str, tuple], tensor: Callable) -> N
     try:
         dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
     except dcp.api.CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error  # one rank: its own error says more
+        cause = next(iter(error.failures.values()))[0]  # one rank: its own error says more
+        while not isinstance(cause, OSError) and cause.__context__:  # torch's zip writer covers a full disk with "unexpected pos"
+            cause = cause.__context__
+        raise cause from error
     finally:
         torch.serialization.set_crc32_options(checksums)
     drop_metadata_path(folder)
