@@ -264,12 +264,13 @@ def differences(p: dict, names, info: dict, tensor, parallel: bool = True) -> di
         if info[name] != (out.shape(), out.dtype):
             return [("of another shape or dtype", f"{name} {info[name][0]} {info[name][1]}")]
         value, frozen = tensor(name), p["frozen"].get(out.key)
-        compare_base = frozen and out.origin is not base
-        checks = {
-            "not finite": weights.finite(value),
-            "other values than SRC": weights.same(value, out.value(), value.dtype),
-            "frozen, but not the base's": not compare_base or weights.same(value, base.tensor(frozen), torch.bfloat16),
-        }
+        if frozen and base.info[frozen][1] == out.dtype:  # bit-equal to the base: then SRC, which it was read from, held the same
+            finite, pinned = weights.finite_and_same(value, base.tensor(frozen))
+            right = pinned or weights.same(value, out.value(), value.dtype)
+        else:
+            finite, right = weights.finite_and_same(value, out.value())
+            pinned = not frozen or weights.same(value, base.tensor(frozen), torch.bfloat16)  # a float32 average of it
+        checks = {"not finite": finite, "other values than SRC": right, "frozen, but not the base's": pinned}
         return [(group, name) for group, passed in checks.items() if not passed]
 
     found = collections.defaultdict(list)

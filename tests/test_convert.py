@@ -414,7 +414,7 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path):
         text = Path("/proc/self/status").read_text()
         return 1024 * int(text.split("RssAnon:")[1].split()[0])
 
-    assert weights.finite(value(0)) and weights.same(value(0), value(0), torch.bfloat16)  # the thread pools are up
+    assert weights.finite_and_same(value(0), value(0)) == (True, True)  # the thread pools are up
     start, peak, done = anonymous(), [0], threading.Event()
 
     def watch():
@@ -429,7 +429,7 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path):
     assert weights.same(
         value(0), weights.mapped(tmp_path / "s", shape, "torch.bfloat16", (tmp_path / "s").stat().st_size - 2 * n), torch.bfloat16
     )
-    assert weights.finite(value(0))
+    assert weights.finite_and_same(value(0), value(0)) == (True, True)
     done.set()
     watcher.join()
     assert 0 < peak[0] - start < 2**26
