@@ -121,7 +121,7 @@ def identity(src) -> dict:
 
 
 def inputs(args) -> dict:
-    """Where every output tensor comes from. Reads metadata (and, for an EMA, the frozen norms). Raises Precondition."""
+    """Where every output tensor comes from. Reads metadata (and, where SRC has an EMA, the frozen norms). Raises Precondition."""
     import torch
 
     src, base = weights.open_source(args.src), weights.open_source(args.base)
@@ -151,13 +151,13 @@ def inputs(args) -> dict:
         raise Precondition(
             "the base's shapes", f"{len(wrong)} others: {', '.join(wrong[:5])}", "pass the base that this checkpoint was trained from"
         )
-    if args.weights == "ema":  # an average that never saw the base holds random frozen tensors; the norms tell
-        norms = [k for k in frozen if len(base.info[base.net[k]][0]) == 1 and k in src.ema]
-        stale = [k for k in norms if not weights.same(src.tensor(src.ema[k]), base.tensor(base.net[k]), torch.bfloat16)]
-        if stale:
-            raise Precondition(
-                "an EMA that began from the base", f"{len(stale)} frozen averages differ from it, first {stale[0]}", "pass --weights net"
-            )
+    # An average that never saw the base holds random frozen tensors; the norms tell.
+    norms = [k for k in frozen if len(base.info[base.net[k]][0]) == 1 and k in src.ema]
+    stale = [k for k in norms if not weights.same(src.tensor(src.ema[k]), base.tensor(base.net[k]), torch.bfloat16)]
+    if stale and args.weights == "ema":
+        raise Precondition(
+            "an EMA that began from the base", f"{len(stale)} frozen averages differ from it, first {stale[0]}", "pass --weights net"
+        )
     tensors = {}
     if args.to == "diffusers":
         tensors = {keys.to_diffusers(k): Out(k, o, n, "torch.bfloat16") for k, (o, n) in net.items()}
@@ -166,7 +166,9 @@ def inputs(args) -> dict:
         fixed = {"net": "torch.bfloat16", "net_ema": "torch.float32"} if args.to == "rlinf" else {}
         container = {"rlinf": "rlinf", "cosmos-dcp": "cosmos"}[args.to]
         averages = {}
-        if src.ema and args.weights == "net":  # --weights ema makes the averages the weights; a file with both says which is which
+        if stale:
+            console.warn("ema", f"left out: {len(stale)} frozen averages of {src.path} differ from the base, so it never began from it")
+        elif src.ema and args.weights == "net":  # --weights ema makes the averages the weights; a file with both says which is which
             averages = {k: (src, src.ema[k]) if k in src.ema else net[k] for k in names}
         for which, table in (("net", net), ("net_ema", averages)):
             for k, (o, n) in table.items():
@@ -207,7 +209,7 @@ def plan(args) -> dict:
     p["components"] = [*COMPONENTS]
     p["components"] += ["vision_encoder"] if src.vision and base.vision else []
     p["components"] += ["sound_tokenizer"] if p["sound"] and (args.base / "sound_tokenizer").is_dir() else []
-    absent = [c for c in COMPONENTS if not (args.base / c).is_dir()] + [n for n in ("model_index.json",) if not (args.base / n).is_file()]
+    absent = [n for n in (*COMPONENTS, "model_index.json") if not (args.base / n).exists()]
     if args.to == "diffusers" and absent:
         raise Precondition(
             f"{', '.join(COMPONENTS)} and model_index.json in the base folder",
@@ -234,7 +236,7 @@ def plan(args) -> dict:
     if not p["finished"]:
         console.check_output(args.out, args.force, MARKS[args.to], (args.base, args.src))
         tmp = args.out.with_name(args.out.name + ".tmp")
-        there = sum(f.stat().st_size for f in tmp.rglob("*") if f.is_file()) if tmp.is_dir() else 0  # kept, or replaced
+        there = sum(f.stat().st_size for f in tmp.glob("transformer/*"))  # kept, or replaced
         console.need_disk(args.out, nbytes - there, "the output")
     return p
 
@@ -341,11 +343,10 @@ def verify_diffusers(folder: Path, p: dict, tensors: bool) -> None:
     written = weights.open_source(folder)
     found = differences(p, p["tensors"], written.info, written.tensor) if tensors else {}
     extra = [n for n in written.files if n not in p["tensors"]]
-    expected = {"transformer/config.json": p["config"], "policy.json": p["policy"], "model_index.json": model_index(p)}
-    if tensors:
-        # A folder that was moved, or made with another class name, is still the same policy.
-        expected = {"transformer/config.json": p["config"]}
-    files = [n for n, value in expected.items() if json.loads((folder / n).read_text()) != value]
+    expected = {"transformer/config.json": p["config"]}
+    if not tensors:  # just written; one that is verified later may name another class, or a place where SRC was then
+        expected |= {"policy.json": p["policy"], "model_index.json": model_index(p)}
+    files = [n for n, value in expected.items() if console.read_json(folder / n) != value]
     for component in p["components"]:
         for file in sorted(f for f in (p["base"].path.parent / component).rglob("*") if f.is_file()):
             name = file.relative_to(p["base"].path.parent)

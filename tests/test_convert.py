@@ -198,6 +198,15 @@ def test_average_asked_for_where_there_is_none(source, base, convert, sources, t
     assert "--weights net" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_averages_that_never_saw_the_base_are_left_out(trained, base, convert, tmp_path, capsys):
+    """An RLinf file from before the first step, with random frozen averages: --to rlinf writes the weights alone and says so."""
+    state = {keys.spell(k, "rlinf"): v.bfloat16() for k, v in trained[0].items()}
+    torch.save(state | {n.replace(".net.", ".net_ema."): torch.randn(v.shape) for n, v in state.items()}, tmp_path / "x.pt")
+    assert run(convert, "--src", tmp_path / "x.pt", "--base", base, "--out", tmp_path / "o.pt", "--to", "rlinf") == 0
+    assert set(torch.load(tmp_path / "o.pt", weights_only=True)) == set(state)
+    assert "[warn] ema: left out: " in capsys.readouterr().out
+
+
 def test_slim_checkpoint_still_needs_its_recipe(base, convert, sources, tmp_path, capsys):
     """A checkpoint of ours without optimizer entries and without policy.json is still known as ours: exit 3, no assumed recipe."""
     src = shutil.copytree(sources["ours slim"], tmp_path / "global_step_7")
