@@ -78,7 +78,6 @@ def execute(args, source, names, note) -> None:
     tmp = args.out.with_name(args.out.name + ".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     model = tmp / "model"
-    model.mkdir(parents=True)
     stored = {"net." + k: n for k, n in names.items()}
     weights.write_dcp(model, {k: source.info[n] for k, n in stored.items()}, lambda k: source.tensor(stored[k]))
     shutil.copy(source.path / "config.json", model / "config.json")

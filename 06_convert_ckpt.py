@@ -508,7 +508,6 @@ def write_dcp(args, p: dict) -> None:
     tmp, outs = args.out.with_name(args.out.name + ".tmp"), p["tensors"]
     shutil.rmtree(tmp, ignore_errors=True)
     model = tmp / "model"
-    model.mkdir(parents=True)
     weights.write_dcp(model, {n: (o.shape(), o.dtype) for n, o in outs.items()}, lambda n: outs[n].value())
     (model / "config.json").write_text(json.dumps(p["config"], indent=2, sort_keys=True) + "\n")
     if (args.base / "checkpoint.json").is_file():

@@ -485,31 +485,49 @@ def write_pt(file: Path, tensors: Mapping[str, tuple], tensor: Callable) -> None
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, tuple], tensor: Callable) -> None:
-    """A DCP of ceil(bytes / 5 GiB) files. The planner sees shapes only; each thread of the writer asks for a tensor when it comes to it.
-    The files are not forced to the disk: `sync` does that, beside the reader that verifies them."""
+    """A DCP of ceil(bytes / 5 GiB) files, as FileSystemWriter lays it out: torch.save archives back to back, .metadata last. FileSystemWriter
+    itself keeps every tensor of a file until the file is done. Not forced to the disk: `sync` does that, beside the reader that verifies."""
     import torch
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import StorageMeta
 
-    class Planner(dcp.DefaultSavePlanner):
-        def resolve_data(self, write_item):
-            return tensor(write_item.index.fqn)
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = {n: torch.empty(s, dtype=getattr(torch, d.removeprefix("torch.")), device="meta") for n, (s, d) in tensors.items()}
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(shapes, is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    files = [[] for _ in range(math.ceil(sum(v.nbytes for v in shapes.values()) / FILE_BYTES))]
+    filled = [0] * len(files)
+    for item in sorted(plan.items, key=lambda i: -shapes[i.index.fqn].nbytes):  # the largest first, each where least is
+        i = filled.index(min(filled))
+        files[i].append(item)
+        filled[i] += shapes[item.index.fqn].nbytes
 
-    state = {n: torch.empty(s, dtype=getattr(torch, d.removeprefix("torch.")), device="meta") for n, (s, d) in tensors.items()}
-    nbytes = sum(v.nbytes for v in state.values())
-    writer = dcp.FileSystemWriter(str(folder), thread_count=math.ceil(nbytes / FILE_BYTES), sync_files=False)
+    def write(i) -> dict:
+        entries, name = {}, f"__0_{i}.distcp"
+        with open(folder / name, "wb") as f:
+            for item in files[i]:
+                value, begin = tensor(item.index.fqn).contiguous(), f.tell()
+                torch.save(value if value.untyped_storage().nbytes() == value.nbytes else value.clone(), f)
+                entries[item.index] = _StorageInfo(name, begin, f.tell() - begin)
+        return entries
+
     checksums = torch.serialization.get_crc32_options()
     # torch's zip checksum is never read back and takes four times as long as the copy.
     torch.serialization.set_crc32_options(False)
     try:
-        dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
-    except dcp.api.CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]  # one rank: its own error says more
-        while not isinstance(cause, OSError) and cause.__context__:  # torch's zip writer covers a full disk with "unexpected pos"
-            cause = cause.__context__
-        raise cause from error
+        metadata.storage_data = {k: v for entries in spread(write, range(len(files))) for k, v in entries.items()}
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's zip writer covers a full disk with "unexpected pos"
+            raise error.__context__ from error
+        raise
     finally:
         torch.serialization.set_crc32_options(checksums)
-    drop_metadata_path(folder)
+    metadata.storage_meta, metadata.version = StorageMeta(checkpoint_id=""), CURRENT_DCP_VERSION
+    temporary = folder / ".metadata.tmp"
+    temporary.write_bytes(pickle.dumps(metadata))
+    temporary.replace(folder / ".metadata")
 
 
 def read_config(source: Source) -> dict:

@@ -410,7 +410,8 @@ def test_metadata_is_tied_to_no_machine_and_no_python(base, to_dcp, tmp_path):
 
 
 def test_memory_does_not_grow_with_a_tensor(tmp_path):
-    """A float32 tensor of 256 MiB goes through each writer and comparison with under 64 MiB of anonymous memory."""
+    """A float32 tensor of 256 MiB goes through each writer and comparison, and 64 that are made on the way through the DCP's, with under
+    64 MiB of anonymous memory (all of them together are more)."""
     shape, n = (64, 2**20), 2**26
     file = tmp_path / "big"
     with open(file, "wb") as f:
@@ -435,6 +436,7 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path):
     weights.write_safetensors(tmp_path / "s", {"a": (shape, "torch.bfloat16")}, value)
     weights.write_pt(tmp_path / "p", {"a": (shape, "torch.bfloat16")}, value)
     weights.write_dcp(tmp_path / "d", {"a": (shape, "torch.float32")}, value)
+    weights.write_dcp(tmp_path / "e", {f"a{i}": ((2**19,), "torch.float32") for i in range(64)}, lambda name: torch.full((2**19,), 1.0))
     assert weights.same(
         value(0), weights.mapped(tmp_path / "s", shape, "torch.bfloat16", (tmp_path / "s").stat().st_size - 2 * n), torch.bfloat16
     )

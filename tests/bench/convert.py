@@ -2,7 +2,7 @@
 
 Run:    python tests/bench/convert.py --work work/bench_convert --gib 1 4          # random tensors in the published layout
         python tests/bench/convert.py --work work/bench_convert --base work/synthetic/Cosmos3-Nano      # one base that exists, at its own size
-Prints a row for each size and step: seconds, ratio to `cp` of as many bytes, peak of anonymous memory (RssAnon: what the process itself
+Prints a row for each size and step: seconds of the clock and of processors, ratios to `cp` of as many bytes, peak of anonymous memory (RssAnon: what the process itself
 holds; the mapped file pages that RssFile counts are page cache) and of all resident memory, sampled every 5 ms. Every step ends with the
 bytes on the disk (fsync), the copy too. The steps verify what they wrote by reading it back; the copy does not.
 Disk: three times the base at most; each output is deleted when it is measured. Shards of 256 MiB for --gib, so that one shard is the same at both sizes.
@@ -10,6 +10,7 @@ Disk: three times the base at most; each output is deleted when it is measured. 
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -63,9 +64,9 @@ def write_base(folder: Path, gib: float) -> None:
 
 
 def measured(argv: list) -> dict:
-    """{seconds, anonymous, resident} of a command; memory in bytes, the largest of samples taken every 5 ms."""
+    """{seconds, cpu, anonymous, resident} of a command; memory in bytes, the largest of samples taken every 5 ms."""
     peak = {"RssAnon": 0, "VmRSS": 0}
-    start = time.monotonic()
+    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     child = subprocess.Popen([str(a) for a in argv], stdout=subprocess.DEVNULL, cwd=REPO)
     while child.poll() is None:
         try:
@@ -77,10 +78,11 @@ def measured(argv: list) -> dict:
             if name in peak:
                 peak[name] = max(peak[name], 1024 * int(line.split()[1]))
         time.sleep(0.005)
-    seconds = time.monotonic() - start
+    seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if child.returncode:
         raise SystemExit(f"{argv} ended with {child.returncode}")
-    return {"seconds": seconds, "anonymous": peak["RssAnon"], "resident": peak["VmRSS"]}
+    return {"seconds": seconds, "cpu": cpu, "anonymous": peak["RssAnon"], "resident": peak["VmRSS"]}
 
 
 def bench(base: Path, work: Path, targets: list[str], repeat: int) -> list[dict]:
@@ -99,9 +101,9 @@ def bench(base: Path, work: Path, targets: list[str], repeat: int) -> list[dict]
             runs.append(measured(argv))
             if not (keep and i == repeat - 1):
                 shutil.rmtree(out) if out.is_dir() else out.unlink()
-        best = min(runs, key=lambda r: r["seconds"])
+        best = {k: min(r[k] for r in runs) for k in ("seconds", "cpu")}
         most = {k: max(r[k] for r in runs) for k in ("anonymous", "resident")}
-        rows.append({"step": step, "gib": nbytes / 2**30, "seconds": best["seconds"], **most})
+        rows.append({"step": step, "gib": nbytes / 2**30, **best, **most})
 
     row("cp", ["sh", "-c", f"cp -r {transformer} {out} && find {out} -exec sync {{}} +"], out)
     row("03 to DCP", [sys.executable, "03_base_to_dcp.py", "--base", base, "--out", dcp], dcp, keep=True)
@@ -112,7 +114,8 @@ def bench(base: Path, work: Path, targets: list[str], repeat: int) -> list[dict]
         r["ratio"] = r["seconds"] / rows[0]["seconds"]
         console.ok(
             r["step"],
-            f"{r['gib']:.2f} GiB in {r['seconds']:.2f} s, {r['ratio']:.2f} x cp; {r['anonymous'] / 2**20:.0f} MiB anonymous, "
+            f"{r['gib']:.2f} GiB in {r['seconds']:.2f} s ({r['cpu']:.2f} of processors), {r['ratio']:.2f} x cp; "
+            f"{r['anonymous'] / 2**20:.0f} MiB anonymous, "
             f"{r['resident'] / 2**20:.0f} MiB resident",
         )
     return rows
@@ -143,10 +146,13 @@ def main() -> int:
         shutil.rmtree(work)
     if not args.base and len(args.gib) > 1:  # what another GiB costs: without the seconds that Python and torch take to start
         small, large = ([r for r in rows if r["gib"] == gib] for gib in (min(r["gib"] for r in rows), max(r["gib"] for r in rows)))
-        per = [(b["seconds"] - a["seconds"]) / (b["gib"] - a["gib"]) for a, b in zip(small, large, strict=True)]
-        for a, b, seconds in zip(small, large, per, strict=True):
+        per = [[(b[k] - a[k]) / (b["gib"] - a["gib"]) for k in ("seconds", "cpu")] for a, b in zip(small, large, strict=True)]
+        for a, b, (seconds, cpu) in zip(small, large, per, strict=True):
             more = (b["anonymous"] - a["anonymous"]) / 2**20
-            console.ok(f"{a['step']}, per GiB more", f"{seconds:.2f} s, {seconds / per[0]:.2f} x cp, {more:+.0f} MiB anonymous in all")
+            console.ok(
+                f"{a['step']}, per GiB more",
+                f"{seconds:.2f} s, {seconds / per[0][0]:.2f} x cp; {cpu:.2f} s of processors, {cpu / per[0][1]:.2f} x cp; {more:+.0f} MiB in all",
+            )
     blank = measured([sys.executable, "-c", "import torch, torch.distributed.checkpoint"])
     console.ok("importing torch alone", f"{blank['seconds']:.2f} s, {blank['anonymous'] / 2**20:.0f} MiB anonymous")
     if args.json:
