@@ -5,7 +5,7 @@ Run:    python tests/bench/convert.py --work work/bench_convert --gib 1 4       
 Prints a row for each size and step: seconds of the clock and of processors, ratios to `cp` of as many bytes, peak of anonymous memory (RssAnon: what the process itself
 holds; the mapped file pages that RssFile counts are page cache) and of all resident memory, sampled every 5 ms. Every step ends with the
 bytes on the disk (fsync), the copy too. The steps verify what they wrote by reading it back; the copy does not.
-Disk: three times the base at most; each output is deleted when it is measured. Shards of 256 MiB for --gib, so that one shard is the same at both sizes.
+Disk: three times the base at most, twice with --shelf /dev/shm; each output is deleted when it is measured. Shards of 256 MiB for --gib, so that one shard is the same at both sizes.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def measured(argv: list) -> dict:
     return {"seconds": seconds, "cpu": cpu, "anonymous": peak["RssAnon"], "resident": peak["VmRSS"]}
 
 
-def bench(base: Path, work: Path, targets: list[str], repeat: int) -> list[dict]:
+def bench(base: Path, work: Path, targets: list[str], repeat: int, shelf: Path | None) -> list[dict]:
     """Copy, 03, and 06 from the DCP to each target; outputs are deleted as soon as nothing needs them."""
     transformer = base / "transformer"
     nbytes = sum(f.stat().st_size for f in transformer.iterdir())
@@ -107,6 +107,8 @@ def bench(base: Path, work: Path, targets: list[str], repeat: int) -> list[dict]
 
     row("cp", ["sh", "-c", f"cp -r {transformer} {out} && find {out} -exec sync {{}} +"], out)
     row("03 to DCP", [sys.executable, "03_base_to_dcp.py", "--base", base, "--out", dcp], dcp, keep=True)
+    if shelf:
+        dcp = Path(shutil.move(dcp, shelf))
     for target in targets:
         row(f"06 to {target}", [sys.executable, "06_convert_ckpt.py", "--src", dcp, "--base", base, "--out", out, "--to", target], out)
     shutil.rmtree(dcp)
@@ -127,23 +129,29 @@ def main() -> int:
     parser.add_argument("--gib", type=float, nargs="+", default=[1, 4], help="sizes of the random bases")
     parser.add_argument("--base", type=Path, help="a diffusers folder that exists, instead of random ones; it is left as it is")
     parser.add_argument("--targets", nargs="+", default=["diffusers"], choices=["diffusers", "rlinf", "cosmos-dcp"], help="what 06 writes")
+    parser.add_argument(
+        "--shelf", type=Path, help="where the DCP waits while 06 runs: a RAM disk, if the disk has no room for three copies"
+    )
     parser.add_argument("--repeat", type=int, default=3, help="runs of each step, of which the fastest counts")
     parser.add_argument("--json", type=Path, help="write the rows as JSON to this file")
     args = parser.parse_args()
     if args.work.exists():
         raise SystemExit(f"{args.work} exists: delete it, or pass another --work")
     work, rows = args.work.resolve(), []
+    shelf = args.shelf and args.shelf.resolve() / f"bench_convert_{os.getpid()}"
     work.mkdir(parents=True)
     try:
         for gib in [None] if args.base else args.gib:
             base = args.base.resolve() if args.base else work / f"base_{gib:g}"
             if not args.base:
                 write_base(base, gib)
-            rows += bench(base, work, args.targets, args.repeat)
+            rows += bench(base, work, args.targets, args.repeat, shelf)
             if not args.base:
                 shutil.rmtree(base)
     finally:
         shutil.rmtree(work)
+        if shelf:
+            shutil.rmtree(shelf, ignore_errors=True)
     if not args.base and len(args.gib) > 1:  # what another GiB costs: without the seconds that Python and torch take to start
         small, large = ([r for r in rows if r["gib"] == gib] for gib in (min(r["gib"] for r in rows), max(r["gib"] for r in rows)))
         per = [[(b[k] - a[k]) / (b["gib"] - a["gib"]) for k in ("seconds", "cpu")] for a, b in zip(small, large, strict=True)]
