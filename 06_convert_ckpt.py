@@ -61,7 +61,7 @@ def parse_args(argv=None):
     if not args.sizes and not (args.src and bool(args.out) != bool(args.verify)):
         parser.error("--src with either --out or --verify is required (or --sizes alone)")
     if args.verify:
-        args.to = "rlinf" if args.verify.is_file() else "diffusers" if (args.verify / "model_index.json").is_file() else "cosmos-dcp"
+        args.to = "rlinf" if args.verify.is_file() else "cosmos-dcp" if (args.verify / "model/.metadata").is_file() else "diffusers"
         if args.weights is None:
             args.weights = ((args.to == "diffusers" and console.read_json(args.verify / "policy.json")) or {}).get("weights")
     if args.forward and args.to != "diffusers":
