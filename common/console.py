@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 crash, 2 usage, 3 a precondition is missing, 4 the output 
 """
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -13,6 +14,13 @@ import shutil
 import sys
 from pathlib import Path
 
+_DISK = {
+    errno.ENOSPC: "free some space, or write to another disk, and run again",
+    errno.EDQUOT: "free some space, or write to another disk, and run again",
+    errno.EFBIG: "write to a file system without that limit on a file's size (ulimit -f, FAT), and run again",
+    errno.EROFS: "write to a file system that is not read-only",
+    errno.EACCES: "give yourself leave to write there, or pass another place",
+}
 EXIT_CRASH, EXIT_USAGE, EXIT_PRECONDITION, EXIT_EXISTS, EXIT_VERIFY = 1, 2, 3, 4, 5
 
 
@@ -79,10 +87,17 @@ def done(stage: str, **facts) -> None:
 def run_stage(stage: str, main) -> int:
     """Run `main() -> int`, turning a StageError into one [FAIL] line on stderr and its exit code.
 
-    Any other exception passes through with its traceback (exit 1): it is our bug, not the user's.
+    A disk that is full or cannot be written counts as a missing precondition. Any other exception passes through with its traceback
+    (exit 1): it is our bug, not the user's.
     """
     try:
-        return main()
+        try:
+            return main()
+        except OSError as error:
+            if error.errno not in _DISK:
+                raise
+            where = error.filename or "the output's file system"
+            raise Precondition("room and leave to write", f"{error.strerror}: {where}", _DISK[error.errno]) from error
     except StageError as error:
         print(f"[FAIL] {stage}: {error}", file=sys.stderr, flush=True)
         return error.code

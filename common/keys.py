@@ -73,6 +73,12 @@ SOUND = ("sound2llm", "llm2sound", "sound_modality_embed")
 TRAINED = ("moe_gen", "time_embedder", "vae2llm", "llm2vae", "action2llm", "llm2action", "action_modality_embed")
 SKIPPED = ("net_ema.", "action2llm", "llm2action", "action_modality_embed", "action_pos_embed")
 LR_MULTIPLIERS = {"action2llm": 5.0, "llm2action": 5.0, "action_modality_embed": 5.0}
+# Cosmos3-Nano's transformer/config.json, as far as it fixes shapes.
+NANO = {
+    "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "patch_latent_dim": 192, "num_embodiment_domains": 32, "action_dim": 64, "sound_dim": 64,
+}  # fmt: skip
+NANO_VISION = (351, 576_388_336)  # tensors, parameters of its vision tower, Qwen3VLVisionModel
 NANO_TRAINED = (410, 6_982_401_216)  # tensors, parameters: 36 * 11 + 14
 
 _PREFIX = re.compile(r"(?:(?:fsdp_checkpoint\.model\.)?omni\.|model\.)?(net|net_ema)\.")

@@ -4,18 +4,27 @@
     dcp            torch.distributed.checkpoint of cosmos-framework, RLinf or this project (.metadata and __R_i.distcp)
     safetensors    a flat folder, as cosmos-framework's HF export
     pt             RLinf's full_weights.pt
-Nothing is read whole: safetensors and .pt are memory-mapped, DCP tensors are read by name.
-A DCP's .metadata is a pickle: open only those that you trust.
+Nothing is read whole. In all of them a tensor lies in one piece (a chunk of a DCP is a small torch.save file inside a .distcp), so a
+tensor is a memory map of just its bytes, which the kernel drops again. Writers take one tensor at a time, in pieces of PIECE numbers.
+A DCP's .metadata is a pickle: open only those that you trust. Pickled objects in a .pt are not built (`_TensorsOnly`).
 """
 
 import contextlib
+import functools
 import hashlib
+import importlib.metadata
 import json
+import math
+import mmap
+import os
 import pathlib
 import pickle
+import platform
 import sys
+import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +36,9 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 BASE_NOTE = "base.json"  # beside a DCP: its fingerprint, source and versions
+PIECE = 2**20  # numbers that are cast, compared or written at a time: 2 to 4 MiB, which stay in a processor's cache
+WORKERS = 4  # threads that write or compare: while one waits for the disk, others work
+FILE_BYTES = 5 * 2**30  # cosmos-framework writes ceil(bytes / 5 GiB) DCP files
 SAMPLE = 4096  # bytes at either end of a tensor that enter its fingerprint
 # What a checkpoint may hold beside the network: dropped without a word. Anything else unknown is an error.
 _BESIDE = (
@@ -36,24 +48,34 @@ _BESIDE = (
     "fsdp_checkpoint.fsdp_version",
     "fsdp_checkpoint.rng",
 )
-_VISION = "language_model.visual."
+VISION = "language_model.visual."
+# dtypes as torch prints them -> bytes an element. What else Cosmos3 checkpoints come in (FP8) is another model.
+ITEM_BYTES = {"torch.bfloat16": 2, "torch.float16": 2, "torch.float32": 4, "torch.float64": 8}
+_SAFETENSORS_DTYPES = {"BF16": "torch.bfloat16", "F16": "torch.float16", "F32": "torch.float32", "F64": "torch.float64"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One checkpoint. `net` and `ema` map canonical keys to the container's own names."""
+    """One checkpoint. `net`, `ema` and `vision` map canonical keys to the container's own names.
+
+    `vision` is the vision tower, 351 tensors of Qwen3VLVisionModel: `language_model.visual.*`, or vision_encoder/ beside transformer/.
+    """
 
     kind: str
     path: Path  # the folder or file that holds the tensors
     net: dict[str, str]
     ema: dict[str, str]
+    vision: dict[str, str]
     info: dict[str, tuple[tuple[int, ...], str]]  # container's name -> (shape, dtype as torch prints it)
-    read: Callable[[Iterable[str]], dict]  # container's names -> {name: CPU tensor}
+    tensor: Callable  # container's name -> CPU tensor, mapped from the file where it lies there in one piece
     files: dict[str, str]  # container's name -> file name, where the container has one file a shard
 
-    def tensor(self, name: str):
-        """One tensor by the container's name."""
-        return self.read([name])[name]
+    def read(self, names: Iterable[str]) -> dict:
+        """{name: tensor} for some of the container's names."""
+        return {name: self.tensor(name) for name in names}
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        return sum(math.prod(self.info[n][0]) * ITEM_BYTES[self.info[n][1]] for n in names)
 
     def reader(self):
         """A torch.distributed.checkpoint storage reader: FSDP2 ranks read their own shards with it, under the container's names."""
@@ -86,6 +108,10 @@ def open_source(path: Path) -> Source:
                 f"*.distcp files but no .metadata (which is written last) in {folder}",
                 "write it again: that save was cut short",
             )
+    index = path / "model_index.json"
+    pipeline = json.loads(index.read_text()).get("_class_name", "") if index.is_file() else "Cosmos3"
+    if "Cosmos3" not in pipeline:
+        raise Precondition("a Cosmos3 pipeline", f"{pipeline} in {index}", "point at the folder of nvidia/Cosmos3-Nano")
     for folder in (path / "transformer", path):
         if (folder / INDEX).is_file() or (folder / "diffusion_pytorch_model.safetensors").is_file():
             return _open_safetensors(folder, "diffusers", INDEX)
@@ -99,24 +125,53 @@ def open_source(path: Path) -> Source:
     )
 
 
-def _classify(names: Iterable[str], origin: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Container names -> canonical maps of the weights and of the EMA. Collisions and unknown names are errors."""
-    net, ema = {}, {}
-    for name in names:
-        if name.startswith(_BESIDE) or _VISION in name:
+def _classify(info: dict, origin: Path) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Container names -> canonical maps of the weights, the EMA and the vision tower. Collisions and unknown names or dtypes are errors."""
+    net, ema, vision = {}, {}, {}
+    for name, (_, dtype) in info.items():
+        if name.startswith(_BESIDE):
             continue
-        key, is_ema = keys.parse(name)
-        table = ema if is_ema else net
+        if VISION in name:
+            key, table = VISION + name.split(VISION)[1], vision
+            if "net_ema." in name:  # a frozen tower's average is the tower
+                continue
+        else:
+            key, is_ema = keys.parse(name)
+            table = ema if is_ema else net
         if key in table:
             raise Precondition("one tensor a name", f"{name!r} and {table[key]!r} are both {key} in {origin}", "keep one of them")
+        if dtype not in ITEM_BYTES:
+            raise Precondition(f"{', '.join(ITEM_BYTES)}", f"{dtype} in {name} of {origin}", "use the bf16 checkpoint of Cosmos3-Nano")
         table[key] = name
     if not net:
         raise Precondition("Cosmos3 weights", f"none among the names of {origin}", "point at a Cosmos3-Nano checkpoint")
-    return net, ema
+    return net, ema, vision
 
 
-def check_safetensors(file: Path) -> None:
-    """Raise Precondition unless `file` is a whole safetensors file: no Git LFS pointer, not cut short, nothing behind the last tensor."""
+def mapped(file: Path, shape: tuple[int, ...], dtype: str, offset: int):
+    """A tensor over the bytes of `file` from `offset` on. Its storage is exactly those bytes; they leave memory with the tensor."""
+    import torch
+
+    begin = offset - offset % mmap.ALLOCATIONGRANULARITY
+    length = offset - begin + math.prod(shape) * ITEM_BYTES[dtype]
+    with open(file, "rb") as f:
+        view = mmap.mmap(f.fileno(), length, access=mmap.ACCESS_COPY, offset=begin)
+    flat = torch.frombuffer(view, dtype=getattr(torch, dtype.removeprefix("torch.")), count=math.prod(shape), offset=offset - begin)
+    return flat.view(shape)
+
+
+def _stored(file: Path, begin: int, like):
+    """The tensor that a torch.save archive at byte `begin` of `file` holds; `like` is what torch.load gave for it on the meta device."""
+    storage = like.untyped_storage()
+    offset, count = begin + storage._checkpoint_offset, storage.nbytes() // like.element_size()
+    return mapped(file, (count,), str(like.dtype), offset).as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def check_safetensors(file: Path) -> dict[str, tuple[tuple[int, ...], str, int]]:
+    """name -> (shape, dtype, byte offset in the file) of a whole safetensors file.
+
+    Raises Precondition for anything else: missing, a Git LFS pointer, cut short, or with bytes behind the last tensor.
+    """
     if not file.is_file():
         raise Precondition(
             "every shard that the index names", f"no {file}", "python 02_cache_models.py download (it fetches what is missing)"
@@ -141,11 +196,17 @@ def check_safetensors(file: Path) -> None:
             f"{size} bytes ({'cut short by' if size < expected else 'too long by'} {abs(expected - size)})",
             "fetch the file again",
         )
+    found = {}
+    for name, t in tensors.items():
+        shape, dtype = tuple(t["shape"]), _SAFETENSORS_DTYPES.get(t["dtype"], t["dtype"])
+        begin, end = t["data_offsets"]
+        if end - begin != math.prod(shape) * ITEM_BYTES.get(dtype, 0) and dtype in ITEM_BYTES:
+            raise Precondition(f"{shape} {dtype} for {name}", f"{end - begin} bytes in {file}", "fetch the file again")
+        found[name] = shape, dtype, 8 + length + begin
+    return found
 
 
 def _open_safetensors(folder: Path, kind: str, index_name: str) -> Source:
-    from safetensors import safe_open
-
     present = sorted(p.name for p in folder.glob("*.safetensors"))
     files = {}
     if (folder / index_name).is_file():
@@ -157,14 +218,12 @@ def _open_safetensors(folder: Path, kind: str, index_name: str) -> Source:
                 f"{', '.join(stale)} in {folder} stand in no index",
                 "delete what is left over from another checkpoint",
             )
+    place, found = {}, {}  # name -> (file, shape, dtype, offset); name -> file name
     for shard in sorted(set(files.values()) or present):
-        check_safetensors(folder / shard)
-    info, found = {}, {}
-    for shard in sorted(set(files.values()) or present):
-        with safe_open(folder / shard, "pt") as f:
-            for name in f.keys():  # noqa: SIM118 (safe_open is no mapping)
-                part = f.get_slice(name)
-                info[name], found[name] = (tuple(part.get_shape()), _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())), shard
+        for name, entry in check_safetensors(folder / shard).items():
+            if name in found:
+                raise Precondition("one shard a tensor", f"{name} in {found[name]} and {shard} of {folder}", "fetch the folder again")
+            place[name], found[name] = (folder / shard, *entry), shard
     missing = sorted(set(files) - set(found)) or sorted(set(found) - set(files)) if files else []
     if missing:
         raise Precondition(
@@ -172,21 +231,12 @@ def _open_safetensors(folder: Path, kind: str, index_name: str) -> Source:
             f"{len(missing)} tensors differ in {folder}, first {missing[0]}",
             "fetch the folder again",
         )
-
-    def read(names):
-        out = {}
-        by_file: dict[str, list[str]] = {}
-        for name in names:
-            by_file.setdefault(found[name], []).append(name)
-        for shard, wanted in by_file.items():
-            with safe_open(folder / shard, "pt") as f:
-                out |= {name: f.get_tensor(name) for name in wanted}
-        return out
-
-    return Source(kind, folder, *_classify(info, folder), info, read, found)
-
-
-_SAFETENSORS_DTYPES = {"BF16": "torch.bfloat16", "F32": "torch.float32", "F16": "torch.float16", "F64": "torch.float64"}
+    tower = folder.parent / "vision_encoder"
+    if kind == "diffusers" and tower.is_dir():
+        for shard in sorted(tower.glob("*.safetensors")):
+            place |= {VISION + name: (shard, *entry) for name, entry in check_safetensors(shard).items()}
+    info = {name: (shape, dtype) for name, (_, shape, dtype, _) in place.items()}
+    return Source(kind, folder, *_classify(info, folder), info, lambda name: mapped(*place[name]), found)
 
 
 @contextlib.contextmanager
@@ -219,7 +269,9 @@ def read_dcp_metadata(folder: Path):
         metadata = _dcp_reader(folder).read_metadata()
     except (ModuleNotFoundError, AttributeError, pickle.UnpicklingError, EOFError) as error:
         raise Precondition(
-            "a .metadata that this Python reads", f"{folder}: {error}", "write the checkpoint again with this Python and torch"
+            "a .metadata that this Python reads",
+            f"{folder}: {error}{_written_with(folder)}",
+            "write the checkpoint again with this Python and torch",
         ) from error
     need: dict[str, int] = {}
     for storage in (metadata.storage_data or {}).values():
@@ -238,35 +290,244 @@ def read_dcp_metadata(folder: Path):
     return metadata
 
 
+def versions() -> dict[str, str]:
+    """What writes here: a DCP's .metadata is a pickle, and its reader may want to know."""
+    return {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}
+
+
+def _written_with(folder: Path) -> str:
+    note = folder.parent / BASE_NOTE
+    try:
+        found = json.loads(note.read_text())
+        return f" (written with Python {found['python']}, torch {found['torch']})"
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
 def _open_dcp(folder: Path) -> Source:
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.utils import _create_file_view
 
     metadata = read_dcp_metadata(folder)
-    info = {n: (tuple(m.size), str(m.properties.dtype)) for n, m in metadata.state_dict_metadata.items() if hasattr(m, "size")}
+    tensors = {n: m for n, m in metadata.state_dict_metadata.items() if hasattr(m, "size")}
+    info = {n: (tuple(m.size), str(m.properties.dtype)) for n, m in tensors.items()}
 
-    def read(names):
-        out = {n: torch.empty(info[n][0], dtype=getattr(torch, info[n][1].removeprefix("torch."))) for n in names}
-        dcp.load(out, storage_reader=_dcp_reader(folder), no_dist=True)
-        return out
+    @functools.cache
+    def find(name, offsets):
+        """(file, its archive's first byte, meta tensor) of a chunk: where its bytes lie is read from the archive once."""
+        entry = metadata.storage_data[MetadataIndex(name, offsets)]
+        if getattr(entry, "transform_descriptors", None):
+            raise Precondition("a plain DCP", f"{entry.transform_descriptors} on {name} in {folder}", "save it without extensions")
+        with open(folder / entry.relative_path, "rb") as f:
+            like = torch.load(_create_file_view(f, entry.offset, entry.length), map_location="meta", weights_only=True)
+        return folder / entry.relative_path, entry.offset, like
 
-    return Source("dcp", folder, *_classify(info, folder), info, read, {})
+    def tensor(name):
+        chunks = tensors[name].chunks
+        if len(chunks) == 1:
+            return _stored(*find(name, chunks[0].offsets)).view(info[name][0])
+        value = torch.empty(info[name][0], dtype=tensors[name].properties.dtype)
+        if sum(c.sizes.numel() for c in chunks) != value.numel():
+            raise Precondition(f"every element of {name}", f"{len(chunks)} chunks that do not cover it in {folder}", "save it again")
+        for chunk in chunks:
+            value[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = _stored(*find(name, chunk.offsets))
+        return value
+
+    return Source("dcp", folder, *_classify(info, folder), info, tensor, {})
+
+
+class _Inert:
+    """Stands for an object in a .pt file that is no tensor. Its class is not imported and nothing of it is called."""
+
+    def __new__(cls, *args, **kwargs):
+        return object.__new__(cls)
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+    def __setitem__(self, key, value):
+        pass
+
+    def append(self, value):
+        pass
+
+    def extend(self, values):
+        pass
+
+
+class _TensorsOnly(pickle.Unpickler):
+    """Builds tensors and plain containers; every other class becomes _Inert. RLinf's files may carry a config object beside the weights."""
+
+    ALLOWED = frozenset({("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")})
+
+    def find_class(self, module, name):
+        return super().find_class(module, name) if (module, name) in self.ALLOWED else _Inert
 
 
 def _open_pt(file: Path) -> Source:
     import torch
 
     try:
-        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
-        raise Precondition(
-            "a whole .pt file of plain tensors",
-            f"{file}: {str(error).splitlines()[0][:200]}",
-            "copy it again; files with other objects are not opened, since unpickling them runs code",
-        ) from error
+        with open(file, "rb") as f:
+            if f.read(4) != b"PK\3\4":
+                raise RuntimeError("not a zip archive, as torch.save writes it")
+        only_tensors = types.SimpleNamespace(__name__="tensors_only", Unpickler=_TensorsOnly)
+        state = torch.load(file, map_location="meta", weights_only=False, pickle_module=only_tensors)
+    except (RuntimeError, OSError, pickle.UnpicklingError, EOFError, TypeError, AttributeError) as error:
+        raise Precondition("a whole .pt file of tensors", f"{file}: {str(error).splitlines()[0][:200]}", "copy it again") from error
+    if not isinstance(state, dict):
+        raise Precondition("a dict of tensors", f"{type(state).__name__} in {file}", "pass RLinf's full_weights.pt")
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
     info = {k: (tuple(v.shape), str(v.dtype)) for k, v in tensors.items()}
-    return Source("pt", file, *_classify(info, file), info, lambda names: {n: tensors[n] for n in names}, {})
+    return Source("pt", file, *_classify(info, file), info, lambda name: _stored(file, 0, tensors[name]), {})
+
+
+# ---------------------------------------------------------------- writing and comparing, piece by piece
+
+
+def spread(work: Callable, items: Iterable) -> Iterable:
+    """work(item) of every item, in order, by WORKERS threads (reading, writing and comparing run outside the interpreter lock)."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        yield from pool.map(work, items)
+
+
+def pieces(value, dtype):
+    """Consecutive flat pieces of a tensor, at most PIECE numbers each, cast to `dtype` (round to nearest)."""
+    for piece in value.contiguous().view(-1).split(PIECE):
+        yield piece.to(dtype)
+
+
+def _bits(piece):
+    import torch
+
+    raw = piece.view(torch.uint8)
+    return raw.view(torch.int64) if raw.numel() % 8 == raw.storage_offset() % 8 == 0 else raw  # eight times fewer numbers to compare
+
+
+def same(a, b, dtype) -> bool:
+    """Are two tensors bit-equal once both are cast to `dtype`?"""
+    import torch
+
+    return a.shape == b.shape and all(torch.equal(_bits(x), _bits(y)) for x, y in zip(pieces(a, dtype), pieces(b, dtype), strict=True))
+
+
+def finite_and_same(value, other) -> tuple[bool, bool]:
+    """(no NaN and no infinity in `value`, bit-equal to `other` cast to its dtype), in one pass over both."""
+    import torch
+
+    finite, equal = True, value.shape == other.shape
+    for x, y in zip(pieces(value, value.dtype), pieces(other, value.dtype), strict=equal):
+        equal = equal and torch.equal(_bits(x), _bits(y))
+        # either shows in the extremes, which are far cheaper to find than to test each number
+        finite = finite and all(bool(extreme.isfinite()) for extreme in x.aminmax())
+    return finite, equal
+
+
+def _write(f, value, dtype) -> None:
+    import torch
+
+    for piece in pieces(value, dtype):
+        f.write(memoryview(piece.view(torch.uint8).numpy()))
+
+
+def sync(file: Path) -> None:
+    """Return when the bytes of a file or the entries of a folder are on the disk."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, tuple], tensor: Callable) -> None:
+    """`tensors`: name -> (shape, dtype); `tensor(name)` gives the values in any dtype. The bytes are those of safetensors' save_file with
+    metadata {"format": "pt"}: 8 bytes of header length, the header in JSON (wider dtypes first, then by name) padded to 8, the data.
+    The file appears under its name when it is whole and on the disk. save_file itself wants all tensors of a shard in memory."""
+    import torch
+
+    spelled = {t: s for s, t in _SAFETENSORS_DTYPES.items()}
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name in sorted(tensors, key=lambda n: (-ITEM_BYTES[tensors[n][1]], n)):
+        shape, dtype = tensors[name]
+        end = offset + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": spelled[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    part = file.with_name(file.name + ".part")
+    with open(part, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for name in list(header)[1:]:
+            _write(f, tensor(name), getattr(torch, tensors[name][1].removeprefix("torch.")))
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, file)
+
+
+def write_pt(file: Path, tensors: Mapping[str, tuple], tensor: Callable) -> None:
+    """What torch.save would write for {name: tensor}, without holding the dict: first the archive with holes, then each tensor in its place.
+    Not forced to the disk, as with write_dcp."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        empty = {n: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch."))) for n, (shape, dtype) in tensors.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True), open(file, "wb") as f:
+        torch.save(empty, f)
+    with open(file, "r+b") as f:
+        for name, like in torch.load(file, map_location="meta", weights_only=True).items():
+            f.seek(like.untyped_storage()._checkpoint_offset)
+            _write(f, tensor(name), like.dtype)
+
+
+def write_dcp(folder: Path, tensors: Mapping[str, tuple], tensor: Callable) -> None:
+    """A DCP of ceil(bytes / 5 GiB) files, as FileSystemWriter lays it out: torch.save archives back to back, .metadata last. FileSystemWriter
+    itself keeps every tensor of a file until the file is done. Not forced to the disk: `sync` does that, beside the reader that verifies."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = {n: torch.empty(s, dtype=getattr(torch, d.removeprefix("torch.")), device="meta") for n, (s, d) in tensors.items()}
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(shapes, is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    files = [[] for _ in range(math.ceil(sum(v.nbytes for v in shapes.values()) / FILE_BYTES))]
+    filled = [0] * len(files)
+    for item in sorted(plan.items, key=lambda i: -shapes[i.index.fqn].nbytes):  # the largest first, each where least is
+        i = filled.index(min(filled))
+        files[i].append(item)
+        filled[i] += shapes[item.index.fqn].nbytes
+
+    def write(i) -> dict:
+        entries, name = {}, f"__0_{i}.distcp"
+        with open(folder / name, "wb") as f:
+            for item in files[i]:
+                value, begin = tensor(item.index.fqn).contiguous(), f.tell()
+                torch.save(value if value.untyped_storage().nbytes() == value.nbytes else value.clone(), f)
+                entries[item.index] = _StorageInfo(name, begin, f.tell() - begin)
+        return entries
+
+    checksums = torch.serialization.get_crc32_options()
+    # torch's zip checksum is never read back and takes four times as long as the copy.
+    torch.serialization.set_crc32_options(False)
+    try:
+        metadata.storage_data = {k: v for entries in spread(write, range(len(files))) for k, v in entries.items()}
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's zip writer covers a full disk with "unexpected pos"
+            raise error.__context__ from error
+        raise
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    metadata.storage_meta, metadata.version = StorageMeta(checkpoint_id=""), CURRENT_DCP_VERSION
+    temporary = folder / ".metadata.tmp"
+    temporary.write_bytes(pickle.dumps(metadata))
+    temporary.replace(folder / ".metadata")
 
 
 def read_config(source: Source) -> dict:
@@ -320,17 +581,10 @@ def base_fingerprint(source: Source) -> str:
 
 def folder_fingerprint(folder: Path) -> str:
     """Fingerprint of all safetensors in a folder (vae/), by tensor name."""
-    from safetensors import safe_open
-
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise Precondition("safetensors files", f"none in {folder}", "python 02_cache_models.py download")
-    for file in files:
-        check_safetensors(file)
-    tensors = {}
-    for file in files:
-        with safe_open(file, "pt") as f:
-            tensors |= {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118
+    tensors = {name: mapped(file, *entry) for file in files for name, entry in check_safetensors(file).items()}
     return fingerprint(sorted(tensors.items()))
 
 

@@ -11,9 +11,9 @@ import torch
 from conftest import golden
 from hypothesis import given
 from hypothesis import strategies as st
-from stock import DOMAIN, FPS, GRID, stock_forward
 
 from common import cosmos3, keys, tiny
+from common.stock import DOMAIN, FPS, GRID, stock_forward
 
 LENGTHS = (137, 10, 64)  # text tokens of the three prompts
 

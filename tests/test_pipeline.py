@@ -16,10 +16,10 @@ import pytest
 import torch
 from conftest import REPO, load_script, run_script
 from safetensors.torch import load_file, save_file
-from stock import stock_forward
 
 from common import cosmos3, keys, libero, quantile, weights
 from common.libero import LIBERO
+from common.stock import stock_forward
 
 POLICY = "policy/model_diffusers"
 LAST = "run/checkpoints/global_step_40"

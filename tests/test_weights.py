@@ -160,15 +160,16 @@ def test_two_spellings_of_one_tensor_collide(tensors, tmp_path):
 
 
 def test_pickled_code_is_not_run(tmp_path):
-    """A .pt file with an object that is no tensor is refused without unpickling it."""
+    """Objects in a .pt file that are no tensors are not built, whatever they would call; one in a tensor's place leaves that tensor absent."""
 
     class Trap:
         def __reduce__(self):
             return (open, (str(tmp_path / "ran"), "w"))
 
-    torch.save({"omni.net.vae2llm.bias": torch.ones(1), "meta": Trap()}, tmp_path / "x.pt")
-    with pytest.raises(Precondition, match="unpickling them runs code"):
-        weights.open_source(tmp_path / "x.pt")
+    state = {"omni.net.vae2llm.bias": torch.ones(1), "omni.net.llm2vae.bias": Trap(), "meta": [Trap(), {"deep": Trap()}]}
+    torch.save(state, tmp_path / "x.pt")
+    source = weights.open_source(tmp_path / "x.pt")
+    assert list(source.net) == ["vae2llm.bias"] and source.tensor("omni.net.vae2llm.bias") == 1
     assert not (tmp_path / "ran").exists()
 
 
@@ -178,6 +179,15 @@ def test_cut_pt_file_is_named(tensors, tmp_path):
     (tmp_path / "x.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:5000])
     with pytest.raises(Precondition, match=r"whole \.pt file"):
         weights.open_source(tmp_path / "x.pt")
+
+
+def test_pt_file_that_is_no_state_dict_is_named(tmp_path):
+    """A saved tensor, and a pickle from before torch's zip format: a message with what was found."""
+    torch.save(torch.ones(3), tmp_path / "tensor.pt")
+    (tmp_path / "old.pt").write_bytes(pickle.dumps({"omni.net.vae2llm.bias": [1.0]}))
+    for name, found in (("tensor.pt", "Tensor in"), ("old.pt", "not a zip archive")):
+        with pytest.raises(Precondition, match=found):
+            weights.open_source(tmp_path / name)
 
 
 def test_cut_dcp_shard_is_named(base_dcp, tmp_path):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO), str(REPO / "tests")]
+sys.path.insert(0, str(REPO))
 
 
 def main() -> int:
@@ -19,9 +19,9 @@ def main() -> int:
     parser.add_argument("--base", type=Path, default=Path("work/synthetic/Cosmos3-Nano"), help="diffusers folder")
     args = parser.parse_args()
     import torch
-    from stock import DOMAIN, FPS, stock_forward
 
     from common import console, cosmos3, weights
+    from common.stock import DOMAIN, FPS, stock_forward
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,9 +1,10 @@
-"""Stock diffusers, one sample at a time: the reference that the batched tower is held against (tests and tests/bench)."""
+"""Stock diffusers, one sample at a time: the reference that the batched tower is held against (06 --forward, tests, tests/bench)."""
 
 import torch
 
 from common import cosmos3
 
+LATENT = (5, 10, 20)  # latent frames, rows, columns of a LIBERO window
 GRID, DOMAIN, FPS = (5, 5, 10), 5, 20.0  # latent frames, patch rows, patch columns; LIBERO's head row and frame rate
 
 
