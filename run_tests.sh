@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")"
 . ./venv.sh
 export OMP_NUM_THREADS=1
-exec "$PY" -m pytest "$@"
+exec "$PY" -m pytest -n 2 --dist worksteal "$@"

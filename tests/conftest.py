@@ -12,6 +12,7 @@ os.environ.update(
 )
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 REPO = Path(__file__).resolve().parents[1]
@@ -63,14 +64,24 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
+def pytest_collection_modifyitems(items):
+    """Tests of the walk come first: one worker starts it at once, the other begins at the far end (run_tests.sh: --dist worksteal)."""
+    items.sort(key=lambda item: "walk" not in item.fixturenames)
+
+
 @pytest.fixture(scope="session")
-def walk(tmp_path_factory) -> Path:
-    """The work folder of one `run_all.sh --tiny`, with its output in run_all.log. Tests read it; what writes goes elsewhere."""
-    work = tmp_path_factory.mktemp("walk")
-    env = {**os.environ, "VENV": sys.prefix, "OMP_NUM_THREADS": "2"}
-    run = subprocess.run(
-        ["./run_all.sh", "--tiny", "--work", str(work)], check=False, cwd=REPO, env=env, capture_output=True, text=True, timeout=600
-    )
-    (work / "run_all.log").write_text(run.stdout + run.stderr)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+def walk(tmp_path_factory, worker_id) -> Path:
+    """The work folder of one `run_all.sh --tiny`, with its output in run_all.log. Tests read it; what writes goes elsewhere.
+
+    The workers of a parallel run share it: the first that needs it makes it, the others wait.
+    """
+    own = tmp_path_factory.getbasetemp()
+    work = (own if worker_id == "master" else own.parent) / "walk"
+    with FileLock(f"{work}.lock"):
+        if not (work / "run_all.log").is_file():
+            env = {**os.environ, "VENV": sys.prefix, "OMP_NUM_THREADS": "2"}
+            command = ["./run_all.sh", "--tiny", "--work", str(work)]
+            run = subprocess.run(command, check=False, cwd=REPO, env=env, capture_output=True, text=True, timeout=600)
+            assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+            (work / "run_all.log").write_text(run.stdout + run.stderr)
     return work

@@ -846,7 +846,7 @@ def test_follow_in_a_terminal(tmp_path, hundred):
             seen += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # the other end is closed
-            while b"[done]" not in seen and select.select([ours], [], [], 20)[0]:
+            while not (b"[done]" in seen and seen.endswith(b"\n")) and select.select([ours], [], [], 20)[0]:
                 seen += os.read(ours, 65536)
         assert process.wait(20) == 0 and b"Traceback" not in seen and b"\x1b[?1049h" not in seen
     finally:
