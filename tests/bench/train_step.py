@@ -73,6 +73,40 @@ def stock_loop(base: Path, samples: int) -> dict:
     return {"stock": samples / (time.perf_counter() - start)}
 
 
+def profile(args) -> None:
+    """Where the GPU's time goes: stage 05 in this process under torch's profiler, kernels summed by what they do."""
+    import importlib.util
+
+    from torch.profiler import ProfilerActivity, profile
+
+    spec = importlib.util.spec_from_file_location("stage_05", REPO / "05_train_fsdp2.py")
+    stage = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stage)
+    shutil.rmtree(args.work / "bench_run", ignore_errors=True)
+    argv = ["--base", str(args.work / "Cosmos3-Nano"), "--cache", str(args.work / "cache"), "--out", str(args.work / "bench_run")]
+    argv += ["--save-every", "0", "--val-every", "0", "--ema", "off", "--steps", str(args.steps), "--global-batch", str(args.global_batch)]
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        stage.main([*argv, *args.flags])
+    kinds = {
+        "matrix products": ("gemm", "nvjet", "cutlass", "cublas"),
+        "attention": ("fmha", "flash", "attention", "sdpa", "cudnn"),
+        "compiled pointwise": ("triton",),
+        "optimizer and norms": ("multi_tensor", "lpnorm", "adam"),
+        "copies between host and device": ("memcpy htod", "memcpy dtoh"),
+    }
+    total = {}
+    events = [e for e in prof.key_averages() if e.self_device_time_total]
+    for e in events:
+        name = e.key.lower()
+        kind = next((k for k, parts in kinds.items() if any(p in name for p in parts)), "everything else")
+        total[kind] = total.get(kind, 0) + e.self_device_time_total
+    whole = sum(total.values())
+    for kind, spent in sorted(total.items(), key=lambda kv: -kv[1]):
+        print(f"{spent / whole:7.1%}  {kind}")
+    for e in sorted(events, key=lambda e: -e.self_device_time_total)[:28]:
+        print(f"{e.self_device_time_total / whole:7.1%} {e.count:6d} x {e.self_device_time_total / e.count:9.1f} us  {e.key[:150]}")
+
+
 def child(*argv) -> dict:
     """Run one measurement in a process of its own, so that its memory is free again for the next."""
     run = subprocess.run([sys.executable, __file__, *map(str, argv)], check=True, stdout=subprocess.PIPE, text=True)
@@ -104,11 +138,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps; the first two are not counted")
     parser.add_argument("--global-batch", type=int, default=256, help="samples a step")
     parser.add_argument("--samples", type=int, default=10, help="samples of the stock loop; 0 leaves it out")
+    parser.add_argument("--profile", action="store_true", help="no figures: the kernels of a run, summed by what they do")
     parser.add_argument("--child", choices=("matmul", "stock"), help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="after --: flags of 05_train_fsdp2.py; the last of a flag given twice holds")
     args = parser.parse_args()
     if args.child:
         print(json.dumps(matrix_rate() if args.child == "matmul" else stock_loop(args.work / "Cosmos3-Nano", args.samples)))
+        return 0
+    if args.profile:
+        profile(args)
         return 0
     from common import console, weights
 
