@@ -97,6 +97,13 @@ def parse_args(argv=None):
     add("--grad-checkpoint", type=int, default=0, metavar="K", help="recompute every K-th layer in the backward pass; 0: none, 1: all")
     add("--compile", action="store_true", help="torch.compile each layer")
     add(
+        "--activation-budget",
+        type=float,
+        default=0.8,
+        metavar="F",
+        help="with --compile: share of a layer's activations to keep for the backward pass; the compiler recomputes the rest, cheapest first",
+    )
+    add(
         "--max-bad-steps",
         type=int,
         default=5,
@@ -124,6 +131,8 @@ def parse_args(argv=None):
     for name in ("save_every", "grad_checkpoint", "seed", "val_every", "keep_last", "keep_every"):
         if getattr(args, name) < 0:
             parser.error(f"--{name.replace('_', '-')} is at least 0")
+    if not 0 < args.activation_budget <= 1:
+        parser.error("--activation-budget is above 0 and at most 1")
     if not args.lr > 0:
         parser.error("--lr is positive")
     if args.lr_cycle <= args.warmup:
@@ -289,12 +298,15 @@ def loss_of(tower, batch: dict, prompts, fps: float, dtype):
 def build_tower(config: dict, mesh, device, dtype, args):
     """The generation tower with float32 shards on `device`, values undefined."""
     import torch
+    from torch._functorch import config as functorch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from common import cosmos3
 
     tower = cosmos3.GenTower(cosmos3.build_transformer(config))
     tower.checkpoint_every = args.grad_checkpoint
+    if args.compile:
+        functorch.activation_memory_budget = args.activation_budget
     # Positions must stay float32, so inputs are not cast; the timestep MLP computes in float32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -625,7 +637,7 @@ def forecast(args, config: dict, manifest: dict, world: int) -> tuple[dict, int]
     in_layers = sum(math.prod(shapes[n]) for n in names if ".layers." in n)
     attention = 2 * config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"] * tokens
     flops = 6 * args.global_batch * tokens * (in_layers + attention)
-    # Between two reductions a rank holds the whole model's gradients in float32 (one rank reduces at once).
+    # Between two reductions a rank holds the whole model's gradients in float32.
     whole = parameters * 4 if shards > 1 and share != args.micro_batch else 0
     state = console.human_bytes(parameters * 16 / shards + whole)
     ema = {place: console.human_bytes(parameters * 4 / shards if args.ema == place else 0) for place in ("device", "host")}
@@ -1098,8 +1110,7 @@ def train(args, p: dict) -> dict:
                 batch = next(batches)
                 waited += time.monotonic() - t
                 batch = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
-                # One reduction a step; with one rank there is nothing to save by waiting, only a second copy of the gradients.
-                tower.set_requires_gradient_sync(world == 1 or index == accumulation - 1)
+                tower.set_requires_gradient_sync(index == accumulation - 1)  # one reduction a step
                 vision, action = loss_of(tower, batch, prompts, manifest["fps"], dtype)
                 (cosmos3.LOSS_SCALE * (vision.mean() + action.mean()) / accumulation).backward()
                 losses.append(torch.stack([vision.detach(), action.detach()]))

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO), str(REPO / "tests")]
+sys.path.insert(0, str(REPO))
 
 NANO_LAYERS = 36
 LINEAR, ATTENTION = 3.695e12, 0.064e12  # FLOP of a sample's forward at 36 layers and 266 generation tokens
@@ -49,9 +49,9 @@ def stock_loop(base: Path, samples: int) -> dict:
     import time
 
     import torch
-    from stock import stock_forward
 
     from common import cosmos3, keys, weights
+    from common.stock import stock_forward
 
     source = weights.open_source(base)
     model = cosmos3.materialize(cosmos3.build_transformer(weights.read_config(source)).to(torch.bfloat16), torch.device("cuda"))
@@ -74,7 +74,7 @@ def stock_loop(base: Path, samples: int) -> dict:
 
 
 def profile(args) -> None:
-    """Where the GPU's time goes: stage 05 in this process under torch's profiler, kernels summed by what they do."""
+    """Where the GPU's time goes in the last step: stage 05 in this process under torch's profiler, kernels summed by what they do."""
     import importlib.util
 
     from torch.profiler import ProfilerActivity, profile
@@ -85,8 +85,18 @@ def profile(args) -> None:
     shutil.rmtree(args.work / "bench_run", ignore_errors=True)
     argv = ["--base", str(args.work / "Cosmos3-Nano"), "--cache", str(args.work / "cache"), "--out", str(args.work / "bench_run")]
     argv += ["--save-every", "0", "--val-every", "0", "--ema", "off", "--steps", str(args.steps), "--global-batch", str(args.global_batch)]
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        stage.main([*argv, *args.flags])
+    prof, calls, loss_of = profile(activities=[ProfilerActivity.CUDA]), [], stage.loss_of
+    first = (args.steps - 1) * args.global_batch // stage.parse_args([*argv, *args.flags]).micro_batch
+
+    def watched(*rest):
+        calls.append(0)
+        if len(calls) == first + 1:
+            prof.start()
+        return loss_of(*rest)
+
+    stage.loss_of = watched
+    stage.main([*argv, *args.flags])
+    prof.stop()
     kinds = {
         "matrix products": ("gemm", "nvjet", "cutlass", "cublas"),
         "attention": ("fmha", "flash", "attention", "sdpa", "cudnn"),
