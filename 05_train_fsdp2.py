@@ -1275,6 +1275,8 @@ def main(argv=None) -> int:
     began = time.monotonic()
     args = parse_args(argv)
     rank0 = int(os.environ.get("RANK", "0")) == 0
+    # Read when torch first allocates on a GPU. On a card that is nearly full, the allocator's unused pieces of blocks do not fit otherwise.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     locked = bool(args.resume) and rank0 and not args.dry_run and (args.out / "args.json").is_file()
     with lock_run(args.out) if locked else contextlib.nullcontext():  # before the newest checkpoint is looked up
         p = plan(args) | {"locked": locked, "began": began}

@@ -3,7 +3,7 @@
 #
 #   ./run_all.sh --tiny                     on a CPU, minutes: a random-weight Cosmos3 on 12 demonstration episodes of this repository
 #   ./run_all.sh --gpus 8                   the real recipe, in work/
-#   ./run_all.sh --gpus 1 --ema host -- --grad-checkpoint 1 --compile         what follows -- goes to stage 05 as it is
+#   ./run_all.sh --gpus 1 --ema host -- --compile --activation-budget 0.6      what follows -- goes to stage 05 as it is
 #
 # In tmux, with a log that survives the terminal:
 #   tmux new-session -d -s cosmos3 './run_all.sh --gpus 8 2>&1 | tee -a run_all.log'      then: tmux attach -t cosmos3
