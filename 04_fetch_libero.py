@@ -666,6 +666,8 @@ def encode_windows(args, p: dict, rank: int, world: int) -> None:
     if not todo[rank::world]:
         return
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
     vae = wan_vae.WanEncoder(args.base / "vae", *shape[2:], device, compiled=on_gpu)
 
     def load(suite, column, episode):

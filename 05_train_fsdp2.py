@@ -482,15 +482,6 @@ def first_of(message: str | None) -> str | None:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text), None)
 
 
-def sync(path: Path) -> None:
-    """Force a file, or a folder's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def save(args, train: dict, model: dict, optim: dict, policy: dict, nbytes: int) -> Path | str:
     """Write global_step_N under a temporary name, force it to the disk, rename it, mark it complete. All ranks call this.
 
@@ -536,17 +527,17 @@ def save(args, train: dict, model: dict, optim: dict, policy: dict, nbytes: int)
             return
         for folder in (tmp, tmp / "optim"):
             weights.drop_metadata_path(folder)
-            sync(folder / ".metadata")
+            console.sync(folder / ".metadata")
         shutil.copy(args.out / "stats.json", tmp / "stats.json")
-        sync(tmp / "stats.json")
+        console.sync(tmp / "stats.json")
         console.write_json(tmp / "policy.json", policy)
         console.write_json(tmp / "train.json", train)
-        sync(tmp / "optim")
-        sync(tmp)
+        console.sync(tmp / "optim")
+        console.sync(tmp)
         console.replace_folder(tmp, place)
-        sync(place.parent)
+        console.sync(place.parent)
         (place / "COMPLETE").touch()
-        sync(place)
+        console.sync(place)
 
     if attempt(begin) and attempt(write) and attempt(finish):
         return place

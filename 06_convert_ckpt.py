@@ -372,7 +372,7 @@ def verify_other(place: Path, p: dict) -> None:
 def verify_and_sync(place: Path, p: dict) -> None:
     """verify_other of what was just written, while it goes to the disk."""
     with ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(lambda: [weights.sync(f) for f in (place.iterdir() if place.is_dir() else [place])])
+        synced = pool.submit(lambda: [console.sync(f) for f in (place.iterdir() if place.is_dir() else [place])])
         verify_other(place, p)
         synced.result()
 

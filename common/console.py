@@ -147,6 +147,15 @@ def check_output(out: Path, force: bool, marks: tuple[str, ...] = (), inputs: tu
         raise OutputExists(f"an earlier output of this stage ({kind}) at --out", f"{out} is something else", "pass another --out")
 
 
+def sync(file: Path) -> None:
+    """Return when the bytes of a file or the entries of a folder are on the disk."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def replace_folder(new: Path, place: Path) -> None:
     """Rename a finished folder to its place. A folder (or a link to one) that stood there is moved aside first and deleted last."""
     new, place = Path(new), Path(place)

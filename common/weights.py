@@ -434,15 +434,6 @@ def _write(f, value, dtype) -> None:
         f.write(memoryview(piece.view(torch.uint8).numpy()))
 
 
-def sync(file: Path) -> None:
-    """Return when the bytes of a file or the entries of a folder are on the disk."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_safetensors(file: Path, tensors: Mapping[str, tuple], tensor: Callable) -> None:
     """`tensors`: name -> (shape, dtype); `tensor(name)` gives the values in any dtype. The bytes are those of safetensors' save_file with
     metadata {"format": "pt"}: 8 bytes of header length, the header in JSON (wider dtypes first, then by name) padded to 8, the data.
