@@ -11,14 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import REPO, load_script, run_script
+from hub import serve
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
@@ -78,81 +77,11 @@ def tree(folder: Path) -> dict[str, str]:
     return found
 
 
-class Hub:
-    """A hub on 127.0.0.1: {repo: folder} at commit SHA. `answer(path)` may return (status, headers) to override a reply."""
-
-    def __init__(self, repos: dict[str, Path]):
-        self.repos, self.asked, self.answer = repos, [], lambda path: None
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def reply(self, status: int, headers: dict, body: bytes = b""):
-                self.send_response(status)
-                for key, value in {"Content-Length": str(len(body)), **headers}.items():
-                    self.send_header(key, value)
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
-
-            def do_GET(self):
-                path = self.path.split("?")[0]
-                hub.asked.append(path)
-                self.reply(*(hub.answer(path) or hub.serve(path)))
-
-            do_HEAD = do_GET
-
-            def log_message(self, *args):
-                """Quiet: pytest shows what matters."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def serve(self, path: str):
-        api = path.startswith("/api/models/")
-        repo = "/".join(path.removeprefix("/api/models" if api else "").split("/")[1:3])
-        if repo not in self.repos:
-            return 404, {"X-Error-Code": "RepoNotFound"}
-        rest = path.split(repo, 1)[1].split("/", 3)[1:]
-        if rest[1] not in (SHA, "main"):
-            return 404, {"X-Error-Code": "RevisionNotFound"}
-        folder = self.repos[repo]
-        names = cache_layout.list_files(folder)
-        if api and rest[0] == "revision":
-            siblings = [{"rfilename": n, "size": (folder / n).stat().st_size} for n in names]
-            return 200, {"Content-Type": "application/json"}, json.dumps({"id": repo, "sha": SHA, "siblings": siblings}).encode()
-        if api:
-            return 200, {"Content-Type": "application/json"}, json.dumps([self.entry(folder, n) for n in names]).encode()
-        entry, body = self.entry(folder, rest[2]), (folder / rest[2]).read_bytes()
-        return 200, {"ETag": f'"{entry.get("lfs", entry)["oid"]}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}, body
-
-    @staticmethod
-    def entry(folder: Path, name: str) -> dict:
-        """A file of the tree listing. The hub's own computation, not ours: git's blob id, and the SHA-256 for LFS."""
-        body = (folder / name).read_bytes()
-        lfs = {"oid": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
-        stored = f"version https://git-lfs.github.com/spec/v1\noid sha256:{lfs['oid']}\nsize {len(body)}\n".encode()
-        is_lfs = name.endswith((".safetensors", ".pth"))
-        held = stored if is_lfs else body
-        return {
-            "type": "file",
-            "path": name,
-            "size": len(body),
-            "oid": hashlib.sha1(b"blob %d\0" % len(held) + held).hexdigest(),
-            **({"lfs": lfs} if is_lfs else {}),
-        }
-
-
 @pytest.fixture
 def hub(tmp_path):
-    served = Hub(
-        {"nvidia/Cosmos3-Nano": nano(tmp_path / "hub-nano"), "Wan-AI/Wan2.2-TI2V-5B-Diffusers": wan_diffusers(tmp_path / "hub-wan")}
-    )
-    yield served
-    served.server.shutdown()
-    served.server.server_close()
+    repos = {"nvidia/Cosmos3-Nano": nano(tmp_path / "hub-nano"), "Wan-AI/Wan2.2-TI2V-5B-Diffusers": wan_diffusers(tmp_path / "hub-wan")}
+    with serve(repos, SHA) as served:
+        yield served
 
 
 def download(hub_url, tmp_path, *more, **env):
