@@ -26,14 +26,15 @@ def entry(file: Path, name: str) -> dict:
 
 
 class Hub:
-    """Repositories as folders, all at one commit: {"org/name": folder} for models, {"datasets/org/name": folder} for data sets.
+    """Repositories as folders, at one commit or each at its own: {"org/name": folder} for models, {"datasets/org/name": folder} for data sets.
 
     asked: requests "METHOD path" so far. answer(path): None, or (status, headers) instead of the reply. cut: {file: n}, the connection
-    breaks after n bytes of it, however often it is asked for. pause: {file: seconds} between its first half and its second.
+    breaks after n bytes of it, however often it is asked for. pause: {file: seconds} between its first half and its second, once.
     """
 
-    def __init__(self, repos: dict[str, Path], commit: str = COMMIT):
-        self.repos, self.commit, self.asked, self.cut, self.pause = repos, commit, [], {}, {}
+    def __init__(self, repos: dict[str, Path], commit: str = COMMIT, commits: dict[str, str] | None = None):
+        self.commit_of = lambda repo: (commits or {}).get(repo, commit)
+        self.repos, self.asked, self.cut, self.pause = repos, [], {}, {}
         self.answer = lambda path: None
         self.closing = threading.Event()
         hub = self
@@ -45,7 +46,7 @@ class Hub:
                 path = unquote(urlsplit(self.path).path)
                 hub.asked.append(f"{self.command} {path}")
                 status, headers, *body = hub.answer(path) or hub.reply(path)
-                self.send(status, headers, body[0] if body else b"", path.split(f"/resolve/{hub.commit}/")[-1])
+                self.send(status, headers, body[0] if body else b"", re.split("/resolve/[0-9a-f]{40}/", path)[-1])
 
             do_HEAD = do_GET
 
@@ -65,7 +66,7 @@ class Hub:
                         middle = (begin + end) // 2
                         self.wfile.write(body[begin:middle])
                         self.wfile.flush()
-                        hub.closing.wait(hub.pause[name])
+                        hub.closing.wait(hub.pause.pop(name))
                         begin = middle
                     self.wfile.write(body[begin : min(end, hub.cut.get(name, end))])
                     self.wfile.flush()
@@ -84,22 +85,22 @@ class Hub:
         if repo is None:
             return 404, {"X-Error-Code": "RepoNotFound"}
         folder, rest = self.repos[repo], rest.removeprefix(repo).strip("/").split("/", 2)
-        if len(rest) > 1 and rest[1] not in (self.commit, "main"):
+        if len(rest) > 1 and rest[1] not in (self.commit_of(repo), "main"):
             return 404, {"X-Error-Code": "RevisionNotFound"}
         files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "fetch.json"}
         if api:
             entries = [entry(file, name) for name, file in files.items()]
-            info = {"_id": "1", "id": repo.removeprefix("datasets/"), "sha": self.commit, "siblings": entries}
+            info = {"_id": "1", "id": repo.removeprefix("datasets/"), "sha": self.commit_of(repo), "siblings": entries}
             return 200, {"Content-Type": "application/json"}, json.dumps(entries if rest[0] == "tree" else info).encode()
         if rest[2] not in files:
             return 404, {"X-Error-Code": "EntryNotFound"}
         known, body = entry(files[rest[2]], rest[2]), files[rest[2]].read_bytes()
-        return 200, {"ETag": f'"{known.get("lfs", known)["oid"]}"', "X-Repo-Commit": self.commit, "Accept-Ranges": "bytes"}, body
+        return 200, {"ETag": f'"{known.get("lfs", known)["oid"]}"', "X-Repo-Commit": self.commit_of(repo), "Accept-Ranges": "bytes"}, body
 
 
 @contextmanager
-def serve(repos: dict[str, Path], commit: str = COMMIT):
-    hub = Hub(repos, commit)
+def serve(repos: dict[str, Path], commit: str = COMMIT, commits: dict[str, str] | None = None):
+    hub = Hub(repos, commit, commits)
     threading.Thread(target=hub.server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield hub
