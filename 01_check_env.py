@@ -63,13 +63,8 @@ COSMOS_FRAMEWORK = "0460be81f16883aa380e716dc6f58c1189481172"  # the commit that
 RLINF_IMPORTS = ("torch", "transformers", "diffusers", "lerobot", "ray", "rlinf", "cosmos_framework", "libero")
 RLINF_GPUS = 8  # its configuration's
 
-BASE, DCP, DATA, CACHE, POLICY = (
-    31 * GIB,
-    29 * GIB,
-    4 * GIB,
-    23 * GIB,
-    29 * GIB,
-)  # published base, its DCP, LIBERO, the encoded cache, a policy
+# Bytes of the published base, its DCP, LIBERO, the encoded cache, a policy.
+BASE, DCP, DATA, CACHE, POLICY = 31 * GIB, 29 * GIB, 4 * GIB, 23 * GIB, 29 * GIB
 
 
 class Need(NamedTuple):
@@ -183,7 +178,14 @@ import json, sys, av
 with av.open(sys.argv[1]) as container:
     stream = container.streams.video[0]
     frame = next(container.decode(stream)).to_ndarray(format="rgb24")
-    print(json.dumps({"codec": stream.codec_context.name, "shape": frame.shape, "std": float(frame.std())}))
+    answer = {"codec": stream.codec_context.name, "shape": frame.shape, "std": float(frame.std()), "lerobot": ""}
+try:  # the way of stage 04
+    from lerobot.datasets.video_utils import decode_video_frames
+    same = decode_video_frames(sys.argv[1], [0.0], 0.01, backend="pyav", return_uint8=True)[0].permute(1, 2, 0).numpy()
+    answer["lerobot"] = "" if (same == frame).all() else "its frame is not PyAV's"
+except Exception as error:
+    answer["lerobot"] = f"{type(error).__name__}: {error}"
+print(json.dumps(answer))
 """,
     "torchcodec": """
 import importlib.util, json
@@ -306,15 +308,19 @@ def check_torch(answer: dict, purpose: str) -> Iterator[Check]:
     if "error" in answer:
         yield Check("torch", "import", "FAIL", answer["error"], "reinstall torch; if it names a library, try with LD_LIBRARY_PATH unset")
         return
-    gpus, need, level = answer["gpus"], human_bytes(TRAIN_GPU_BYTES), "ok"
+    gpus, visible, need, level = answer["gpus"], answer["visible"], human_bytes(TRAIN_GPU_BYTES), "ok"
     needed = purpose in ("train", "all", "rlinf")
     text, mend = ", ".join(f"{name} {human_bytes(memory)}" for name, memory in gpus) + "; a bf16 matmul on each is right", ""
-    if not gpus:
-        level = "FAIL" if needed or answer["visible"] else "warn"
+    if len(gpus) < visible:
+        level, text, mend = (
+            "FAIL",
+            f"{visible - len(gpus)} of {visible} visible GPUs do not compute",
+            "nvidia-smi; hide them by CUDA_VISIBLE_DEVICES",
+        )
+    elif not gpus:
+        level = "FAIL" if needed else "warn"
         mend = "a machine with a GPU and its driver, and CUDA_VISIBLE_DEVICES unset or right"
         text = f"none visible (torch built for CUDA {answer['cuda'] or 'none'}): the walk-through and conversion run on the CPU, training at Nano size does not"
-        if answer["visible"]:
-            text = f"{answer['visible']} visible, none computes"
     elif purpose == "rlinf" and len(gpus) != RLINF_GPUS:
         level, text, mend = "warn", f"{len(gpus)} of the {RLINF_GPUS} of RLinf's configuration: {text}", "set its batch and GPUs to yours"
     elif needed and purpose != "rlinf" and sum(memory for _, memory in gpus) < TRAIN_GPU_BYTES:
@@ -352,6 +358,10 @@ def check_libraries(model: dict, video: dict, codec: dict) -> Iterator[Check]:
         text,
         "reinstall av at its pin: its wheel carries the AV1 decoder; git checkout tests/data",
     )
+    if "error" not in video:
+        text = video["lerobot"] or "the same frame by its pyav backend"
+        mend = "install the pinned lerobot and torchvision: from 0.26 on torchvision has no video reader, which older lerobots call"
+        yield Check("video", "lerobot", "FAIL" if video["lerobot"] else "ok", text, mend)
     problem = codec.get("error") or codec["problem"]
     if not problem:
         yield Check("video", "torchcodec", "ok", "loads")

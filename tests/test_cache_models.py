@@ -576,6 +576,8 @@ def test_verify_tells_absent_from_broken(tmp_path):
     broken = run_script(SCRIPT, "verify", *arguments)
     assert broken.returncode == 5 and "[FAIL] wan-diffusers: vae/config.json: dangling link" in broken.stdout
     assert "download --force --only wan-diffusers" in broken.stderr
+    asked = f"huggingface_hub offline, {WAN_DIFFUSERS} at {SHA} in {tmp_path / 'hub'}: "  # C14: the library's own words name none of them
+    assert asked in broken.stdout
 
 
 def test_the_offline_lookup_is_the_librarys_and_stays_offline(hub, tmp_path, monkeypatch):
@@ -620,6 +622,6 @@ def test_help_is_quick_and_shows_the_table(argv):
 
 
 def test_wrong_usage_exits_2():
-    """An unknown asset, a missing command and an abbreviated flag are usage errors."""
-    for argv in (("download", "--only", "nano"), (), ("verify", "--dry")):
+    """An unknown asset, a missing command, an abbreviated flag, and a name without its flag (C13) are usage errors."""
+    for argv in (("download", "--only", "nano"), (), ("verify", "--dry"), ("download", "qwen3-vl")):
         assert run_script(SCRIPT, *argv).returncode == 2

@@ -16,7 +16,7 @@ LEVELS = {"ok", "warn", "FAIL"}
 GOOD = {
     "torch": {"cuda": "13.0", "visible": 0, "gpus": [], "nccl": "", "ranks": ["4 done", "4 done"]},
     "cosmos3": {"tensors": 61},
-    "video": {"codec": "libdav1d", "shape": [256, 256, 3], "std": 44.0},
+    "video": {"codec": "libdav1d", "shape": [256, 256, 3], "std": 44.0, "lerobot": ""},
     "torchcodec": {"found": False, "problem": "No module named 'torchcodec'"},
 }
 
@@ -48,6 +48,7 @@ def test_the_probes_really_ran(real_run):
     assert checks["diffusers/cosmos3"]["level"] == "ok" and "61 tensors" in checks["diffusers/cosmos3"]["found"]
     assert checks["video/decode"]["level"] == "ok" and "[256, 256, 3]" in checks["video/decode"]["found"]
     assert checks["torch/cuda"]["level"] == "warn" and "run on the CPU" in checks["torch/cuda"]["found"]  # conftest hides every GPU
+    assert checks["video/lerobot"]["level"] == "ok" and "the same frame" in checks["video/lerobot"]["found"]  # E4
     assert checks["torch/collective"]["level"] == "ok" and "2 processes" in checks["torch/collective"]["found"]
     assert {c["level"] for c in checks.values()} <= LEVELS
 
@@ -91,13 +92,20 @@ def test_gpu_memory_is_held_against_the_purpose(memory, purpose, level):
     gpus = [["GPU", m * 2**30] for m in memory]
     answer = {**GOOD["torch"], "visible": len(gpus), "gpus": gpus, "nccl": "2.28.3"}
     assert by_name(stage.check_torch(answer, purpose))["torch/cuda"].level == level
+    answer["visible"] += 1
+    assert (
+        "1 of " in by_name(stage.check_torch(answer, purpose))["torch/cuda"].found
+    )  # one that is visible and does not compute fails for all
+    assert by_name(stage.check_torch(answer, purpose))["torch/cuda"].level == "FAIL"
 
 
 def test_a_wrong_pin_of_a_numeric_package_fails_and_another_warns(tmp_path):
-    """E6: a version off by one fails where it can change numbers, warns elsewhere; a missing package fails unless only the tests want it."""
+    """E6, E7, C11: a version off by one fails where it can change numbers, warns elsewhere; a missing package fails unless only the tests want it."""
     requirements = tmp_path / "requirements.txt"
     pins = [
         "numpy==0.0.1  # per-sample noise",
+        "transformers==0.0.1",
+        "huggingface_hub==0.0.1",
         "tqdm==0.0.1",
         "no-such-package==1.0",
         "lerobot[dataset]==0.6.1   # v3",
@@ -107,6 +115,7 @@ def test_a_wrong_pin_of_a_numeric_package_fails_and_another_warns(tmp_path):
     requirements.write_text("\n".join(pins))
     checks = by_name(stage.check_packages(requirements))
     levels = {name.split("/")[1]: c.level for name, c in checks.items()}
+    assert {levels.pop("transformers"), levels.pop("huggingface_hub")} == {"FAIL"}
     assert levels == {"numpy": "FAIL", "tqdm": "warn", "no-such-package": "FAIL", "lerobot": "ok", "no-such-test-package": "warn"}
     assert "per-sample noise" in checks["packages/numpy"].found and "'numpy==0.0.1'" in checks["packages/numpy"].mend
 
@@ -297,6 +306,23 @@ def test_plan_counts_the_disk(capsys, tmp_path):
         table, _ = plan_of(capsys, tmp_path, "--gpus", "8", "--gpu-memory", "80", *flags)
         kept[flags] = table["disk"]["checkpoints"] / (16 * stage.TRAINED)
     assert list(kept.values()) == [10, 3, 0]
+
+
+def test_a_lerobot_without_a_video_reader_fails(tmp_path, monkeypatch):
+    """E4: where lerobot's own decoding fails although PyAV works, that is a failure of its own, by the real probe."""
+    (tmp_path / "lerobot/datasets").mkdir(parents=True)
+    for name in ("lerobot/__init__.py", "lerobot/datasets/__init__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "lerobot/datasets/video_utils.py").write_text("def decode_video_frames(*a, **k): raise AttributeError('no VideoReader')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    video = sorted((REPO / "tests/data/libero_demo").glob("*/videos/*/*/*.mp4"))[0]
+    answer = stage.run_probes({"video": stage.PROBES["video"]}, {"video": [str(video)]})["video"]
+    checks = by_name(stage.check_libraries(GOOD["cosmos3"], answer, GOOD["torchcodec"]))
+    assert (
+        checks["video/decode"].level == "ok"
+        and checks["video/lerobot"].level == "FAIL"
+        and "no VideoReader" in checks["video/lerobot"].found
+    )
 
 
 def test_a_video_that_cannot_be_decoded_or_is_blank_fails(tmp_path):
