@@ -34,12 +34,12 @@ def real_run(tmp_path_factory):
 
 
 def test_this_machine_is_fit_for_the_walk_through(real_run):
-    """The machine that runs the tests passes: exit 0, a [done] line last, no FAIL, within 20 s unless the tests run side by side."""
+    """The machine that runs the tests passes: exit 0, a [done] line last, no FAIL, within 30 s unless the tests run side by side."""
     result, table, seconds = real_run
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1].startswith("[done] 01_check_env fit_for=walkthrough ok=")
     assert table["for"] == "walkthrough" and table["counts"]["FAIL"] == 0
-    assert seconds < (60 if "PYTEST_XDIST_WORKER" in os.environ else 20)
+    assert seconds < (60 if "PYTEST_XDIST_WORKER" in os.environ else 30)
 
 
 def test_the_probes_really_ran(real_run):
