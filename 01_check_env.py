@@ -187,6 +187,19 @@ except Exception as error:
     answer["lerobot"] = f"{type(error).__name__}: {error}"
 print(json.dumps(answer))
 """,
+    "hub": """
+import json, os, time, urllib.error, urllib.request
+endpoint, start, problem = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co", time.monotonic(), ""
+offline = any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+try:
+    if not offline:
+        urllib.request.urlopen(endpoint + "/api/models/nvidia/Cosmos3-Nano", timeout=10).close()
+except urllib.error.HTTPError as error:  # an answer too
+    problem = f"answers {error.code} for nvidia/Cosmos3-Nano"
+except OSError as error:
+    problem = f"does not answer: {getattr(error, 'reason', error)}"
+print(json.dumps({"endpoint": endpoint, "offline": offline, "problem": problem, "seconds": time.monotonic() - start}))
+""",
     "torchcodec": """
 import importlib.util, json
 problem, found = "", importlib.util.find_spec("torchcodec") is not None
@@ -199,8 +212,8 @@ print(json.dumps({"found": found, "problem": problem}))
 }
 # Of another project's package: an import may ask a question, hang or crash.
 IMPORT = """
-import importlib, json, sys
-module = importlib.import_module(sys.argv[1])
+import json, sys
+module = __import__(sys.argv[1])
 print(json.dumps({"version": str(getattr(module, "__version__", "")), "file": getattr(module, "__file__", None) or ""}))
 """
 # The simulator's, in its own environment. torch from 2.6 on refuses LIBERO's pickled initial states unless told otherwise.
@@ -377,9 +390,14 @@ def check_libraries(model: dict, video: dict, codec: dict) -> Iterator[Check]:
         )
 
 
-def check_environment(env=os.environ) -> Iterator[Check]:
+def check_environment(answer: dict, env=os.environ) -> Iterator[Check]:
     hub, reason = hub_cache_root(env)
     yield Check("environment", "hub cache", "ok", f"{hub} (from {reason})")
+    problem = answer.get("error") or answer["problem"]
+    text = problem or ("not asked: offline" if answer["offline"] else f"answers in {answer['seconds']:.1f} s")
+    text = f"{answer.get('endpoint', 'the hub')}: {text}"
+    mend = "network, proxy, HF_ENDPOINT, HF_TOKEN; or copy the files by hand: python 02_cache_models.py layout --from DIR"
+    yield Check("environment", "hub", "warn" if problem else "ok", text, mend)
     effects = {
         "PYTHONPATH": (f"{env.get('PYTHONPATH')} comes before the venv's packages", "unset PYTHONPATH unless it is meant"),
         "LD_LIBRARY_PATH": (
@@ -599,7 +617,7 @@ def parse_args(argv=None):
         help="what the machine must be fit for; all: train, convert and eval; rlinf: RLinf's own environment, which cannot be this one",
     )
     add("--work", type=Path, default=Path("work"), help="root of this project's outputs; its disk is checked")
-    add("--sim-python", default=sys.executable, help="with --for eval or all: the Python that the simulator is installed for")
+    add("--sim-python", metavar="FILE", help="with --for eval or all: the Python that the simulator is installed for (default: this one)")
     add("--plan", action="store_true", help="say what fits on the GPUs instead: micro-batch, recomputation, EMA place, disk, hours")
     add("--gpus", type=int, help="with --plan: GPUs, one process each (default: those visible)")
     add("--gpu-memory", type=float, metavar="GIB", help="with --plan: GiB of each GPU (default: of those visible)")
@@ -610,6 +628,7 @@ def parse_args(argv=None):
     add("--json", type=Path, metavar="FILE", help="write the table")
     add("--dry-run", action="store_true", help="print what would be tried and stop")
     args = parser.parse_args(argv)
+    args.sim_python = args.sim_python or sys.executable
     for name, least in (("gpus", 1), ("gpu_memory", 1), ("global_batch", 1), ("steps", 1), ("save_every", 0), ("keep_last", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} is at least {least}")
@@ -640,7 +659,7 @@ def main(argv=None) -> int:
     groups += [check_rlinf(answers)] if rlinf else [check_packages(REPO / "requirements.txt")]
     groups += [check_torch(answers["torch"], args.purpose), check_libraries(answers["cosmos3"], answers["video"], answers["torchcodec"])]
     groups += [check_simulator(answers["libero"], answers["egl"])] if "egl" in codes else []
-    groups += [check_environment(), check_machine(args.work, args.purpose), [] if rlinf else check_artefacts(args.work)]
+    groups += [check_environment(answers["hub"]), check_machine(args.work, args.purpose), [] if rlinf else check_artefacts(args.work)]
     checks = list(itertools.chain(*groups))
     failures = [c for c in checks if c.level == "FAIL"]
     for c in sorted(checks, key=lambda c: c.level == "FAIL"):  # stable: groups stay together, failures come last

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, load_script, run_script
+from hub import serve
 
 stage = load_script("01_check_env")
 LEVELS = {"ok", "warn", "FAIL"}
@@ -17,6 +18,7 @@ GOOD = {
     "torch": {"cuda": "13.0", "visible": 0, "gpus": [], "nccl": "", "ranks": ["4 done", "4 done"]},
     "cosmos3": {"tensors": 61},
     "video": {"codec": "libdav1d", "shape": [256, 256, 3], "std": 44.0, "lerobot": ""},
+    "hub": {"endpoint": "https://hub", "offline": True, "problem": "", "seconds": 0.0},
     "torchcodec": {"found": False, "problem": "No module named 'torchcodec'"},
 }
 
@@ -353,7 +355,7 @@ def test_a_hidden_sitecustomize_is_reported(tmp_path):
 
 def test_environment_variables_are_told_with_their_effect():
     """E10: each variable that misleads is a warning, an unset one is not, and the value of one that may hold a secret is not printed."""
-    clean = by_name(stage.check_environment({}))
+    clean = by_name(stage.check_environment(GOOD["hub"], {}))
     assert {c.level for c in clean.values()} == {"ok"}
     env = {
         "UV_DEFAULT_INDEX": "https://user:secret@index",
@@ -362,10 +364,30 @@ def test_environment_variables_are_told_with_their_effect():
         "HF_HOME": "/h",
         "HF_ENDPOINT": "https://m",
     }
-    checks = by_name(stage.check_environment(env))
+    checks = by_name(stage.check_environment(GOOD["hub"], env))
     assert {n.split("/")[1] for n, c in checks.items() if c.level == "warn"} == env.keys() - {"HF_HOME"}
     assert checks["environment/hub cache"].found == "/h/hub (from HF_HOME)"
     assert not any("secret" in c.found + c.mend for c in checks.values())
+
+
+def test_a_hub_that_cannot_be_reached_is_known_before_the_download(tmp_path, monkeypatch):
+    """The real probe: a hub that answers, one that refuses the repository, one where nobody listens, and offline, when it asks nobody."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+
+    def found(endpoint, offline="0"):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        check = by_name(stage.check_environment(stage.run_probes({"hub": stage.PROBES["hub"]}, {})["hub"], {}))["environment/hub"]
+        return check.level, check.found
+
+    with serve({"nvidia/Cosmos3-Nano": tmp_path}) as hub:
+        assert found(hub.url)[0] == "ok"
+        hub.answer = lambda path: (401, {})
+        assert found(hub.url) == ("warn", f"{hub.url}: answers 401 for nvidia/Cosmos3-Nano")
+        count = len(hub.asked)
+        assert found(hub.url, "1") == ("ok", f"{hub.url}: not asked: offline") and len(hub.asked) == count
+    assert found(hub.url)[0] == "warn" and "does not answer" in found(hub.url)[1]
 
 
 def test_the_smallest_cgroup_limit_counts(tmp_path):
