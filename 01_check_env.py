@@ -5,7 +5,8 @@ Run:    python 01_check_env.py                                  # fit for the CP
         python 01_check_env.py --plan                           # what fits on the GPUs of this machine, in what time
         python 01_check_env.py --plan --gpus 8 --gpu-memory 80  # or on others
         python 01_check_env.py --for rlinf                      # RLinf's environment, by its Python: what its guide looks at first
-Reads:  requirements.txt, one video of tests/data/libero_demo, the environment, /proc, /sys/fs/cgroup, the marks of finished stages in --work
+Reads:  requirements.txt, one video of tests/data/libero_demo, the environment, /proc, /sys/fs/cgroup, the marks of finished stages in --work;
+        asks the hub (HF_ENDPOINT) for one page
 Writes: nothing but --json FILE
 Needs:  common/budget.py common/cache_layout.py common/console.py common/keys.py requirements.txt tests/data/libero_demo; the packages under test
 Fails:  3, with the failures last, each with what mends it

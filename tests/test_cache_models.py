@@ -481,6 +481,15 @@ def test_a_hub_that_stalls_is_asked_again(hub, tmp_path):
     assert got.read_bytes() == (hub.repos["nvidia/Cosmos3-Nano"] / name).read_bytes()
 
 
+def test_a_disk_that_is_too_small_is_known_before_the_download(hub, tmp_path):
+    """A disk with less room than the hub lists for the repository exits 3 with both sizes, before any file is asked for."""
+    patch = "import shutil; shutil.disk_usage = lambda path: type('usage', (), {'free': 100, 'total': 100})"
+    write(tmp_path / "patch", {"sitecustomize.py": patch.encode()})
+    result = download(hub.url, tmp_path, PYTHONPATH=str(tmp_path / "patch"))
+    assert result.returncode == 3 and "for nvidia/Cosmos3-Nano; found 100 B" in result.stderr, result.stderr
+    assert not any("/resolve/" in a for a in hub.asked)
+
+
 def test_a_gated_side_repository_does_not_stop_the_others(hub, tmp_path):
     """C12: a refused repository that this pipeline does not need is told with its way out; the rest arrives; the exit code is 3."""
     hub.answer = lambda path: (403, {"X-Error-Code": "GatedRepo"}) if QWEN in path else None
