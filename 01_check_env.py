@@ -552,7 +552,7 @@ def options(args, gpus: int, gpu_bytes: int) -> list[dict]:
         if rest:
             continue
         state = budget.state_bytes(TRAINED, gpus, accumulation > 1, ema)
-        activations = budget.activation_bytes(keys.NANO, TRAINED, TOKENS, TEXT, micro, recompute, compiled=True)
+        activations = budget.activation_bytes(keys.NANO, TRAINED, TOKENS, TEXT, micro, recompute, budget.kept_rows(True))
         peak = state["gpu"] + state["ema"] + PROMPTS + activations
         rate = SAMPLES_PER_SECOND * gpus * PASSES / (PASSES - 1 + (1 / recompute if recompute else 0))
         row = {"micro_batch": micro, "grad_checkpoint": recompute, "ema": ema, "gpu_bytes": peak, "host_bytes": gpus * state["host"]}

@@ -97,7 +97,7 @@ def parse_args(argv=None):
     add(
         "--activation-budget",
         type=float,
-        default=0.8,
+        default=budget.ACTIVATION_BUDGET,
         metavar="F",
         help="with --compile: share of a layer's activations to keep for the backward pass; the compiler recomputes the rest, cheapest first",
     )
@@ -640,7 +640,8 @@ def forecast(args, config: dict, manifest: dict, text: int, world: int) -> tuple
     prompts = (args.cache / "prompt_kv.safetensors").stat().st_size
     activations = "activations come on top, measured before the first step"
     if args.micro_batch != "auto":
-        peak = budget.activation_bytes(config, parameters, tokens, text, args.micro_batch, args.grad_checkpoint, args.compile)
+        keep = budget.kept_rows(args.compile, args.activation_budget)
+        peak = budget.activation_bytes(config, parameters, tokens, text, args.micro_batch, args.grad_checkpoint, keep)
         activations = f"about {human(peak)} for activations in bf16: {human(state['gpu'] + state['ema'] + prompts + peak)} in all"
     nbytes = budget.checkpoint_bytes(parameters, args.ema)
     saves = math.ceil(args.steps / args.save_every) if args.save_every else 0

@@ -9,8 +9,9 @@ import math
 CHECKPOINT_COPIES = {"weights": 4, "exp_avg": 4, "exp_avg_sq": 4, "ema": 4}  # bytes a parameter
 MEMORY_MARGIN = 0.95  # of the free GPU memory that a plan may use; the rest is for fragmentation
 # What one layer keeps for its backward pass, in bf16 rows of hidden width a token. Counted with torch.autograd.graph.saved_tensors_hooks
-# on a layer of Nano's proportions, 266 tokens behind 140 of text (tests/bench/activations.py): 158 kB a token at Nano's width, 263 kB.
-KEPT_COMPILED, KEPT_EAGER = 19.35, 32.10
+# on a layer of Nano's proportions, 266 tokens behind 140 of text (tests/bench/activations.py); INPUTS is the least, all else recomputed.
+KEPT_EAGER, KEPT_COMPILED, KEPT_INPUTS = 29.81, 17.06, 1.26
+ACTIVATION_BUDGET = 0.8  # 05 --activation-budget
 # Bytes a parameter of one layer, beside the state: bf16 weights of the layer at work and of the next, its gradient in bf16 and in float32.
 LAYER_BUFFERS = 2 + 2 + 2 + 4
 
@@ -19,7 +20,7 @@ def state_bytes(parameters: int, shards: int, accumulates: bool, ema: str) -> di
     """{"gpu", "ema", "host"}: bytes of a rank for weights, gradients and Adam; for the average on the GPU; for the average in host memory.
 
     shards: ranks of one replica; accumulates: several micro-batches a step. Then, with more than one rank, each holds the gradients of
-    the whole model until the last micro-batch reduces them; one rank reduces at once.
+    the whole model until the last micro-batch reduces them.
     """
     gradients = 4 * parameters if accumulates and shards > 1 else 4 * parameters // shards
     average = 4 * parameters // shards
@@ -30,17 +31,22 @@ def state_bytes(parameters: int, shards: int, accumulates: bool, ema: str) -> di
     }
 
 
-def activation_bytes(config: dict, parameters: int, tokens: int, text: int, micro: int, recompute: int, compiled: bool) -> int:
+def kept_rows(compiled: bool, share: float = ACTIVATION_BUDGET) -> float:
+    """Rows that a layer keeps. share: 05 --activation-budget; what the compiler chose on a CPU was at most this, 12.1 at 0.8 and 8.8 at 0.5."""
+    return share * KEPT_COMPILED + (1 - share) * KEPT_INPUTS if compiled else KEPT_EAGER
+
+
+def activation_bytes(config: dict, parameters: int, tokens: int, text: int, micro: int, recompute: int, rows: float) -> int:
     """Bytes of a rank at the peak of forward and backward, beside the state and the prompts.
 
     config: num_hidden_layers, hidden_size, num_key_value_heads, head_dim; tokens: generation tokens a sample, of text: those it attends to
     micro: samples a pass; recompute: every k-th layer keeps its inputs only (0: none does), so that the last one, if it is among them,
-    stands in full beside the inputs of the others.
+    stands in full beside the inputs of the others; rows: kept_rows of the others
     """
     layers, row = config["num_hidden_layers"], 2 * config["hidden_size"]
     again = math.ceil(layers / recompute) if recompute else 0
     whole = layers - again + (1 if recompute and (layers - 1) % recompute == 0 else 0)
-    kept = (KEPT_COMPILED if compiled else KEPT_EAGER) * row * tokens
+    kept = rows * row * tokens
     inputs = row * tokens + 4 * config["num_key_value_heads"] * config["head_dim"] * text  # and the text's keys and values
     return int(micro * (whole * kept + again * inputs)) + LAYER_BUFFERS * parameters // layers
 

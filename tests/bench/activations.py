@@ -1,6 +1,6 @@
 """What one generation layer keeps for its backward pass, eager and compiled: the source of common/budget.py's two constants.
 
-Run:  python tests/bench/activations.py            a CPU, about a minute (the compiler)
+Run:  python tests/bench/activations.py            a CPU, about a minute (the compiler); shares are those of 05 --activation-budget
 A layer of Nano's proportions (32 query and 8 key/value heads of 128 on 4096 become 4 and 1 on 512, feed-forward three times as wide),
 4 samples of 266 tokens behind 140 of text. Parameters and what all layers share are not counted.
 """
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import cosmos3, keys, tiny
@@ -16,7 +17,7 @@ from common import cosmos3, keys, tiny
 BATCH, TOKENS, TEXT, WIDTH = 4, 266, 140, 512
 
 
-def kept_rows(compiled: bool) -> float:
+def kept_rows(compiled: bool, share: float = 1.0) -> float:
     """bf16 rows of hidden width that the layer keeps for each generation token."""
     scale = keys.NANO["hidden_size"] // WIDTH
     config = tiny.TRANSFORMER | {"num_hidden_layers": 1, "hidden_size": WIDTH, "head_dim": keys.NANO["head_dim"]}
@@ -27,6 +28,8 @@ def kept_rows(compiled: bool) -> float:
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.02)
     if compiled:
+        torch.compiler.reset()
+        torch._functorch.config.activation_memory_budget = share
         layer.compile()
     shape, kv = (BATCH, TOKENS, config["head_dim"]), (BATCH, TEXT, config["num_key_value_heads"], config["head_dim"])
     x = torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
@@ -48,7 +51,7 @@ def kept_rows(compiled: bool) -> float:
 
 
 if __name__ == "__main__":
-    for compiled in (False, True):
-        rows = kept_rows(compiled)
+    for how in ("eager", 1.0, 0.8, 0.5):
+        rows = kept_rows(how != "eager", 1.0 if how == "eager" else how)
         nbytes = rows * 2 * keys.NANO["hidden_size"]
-        print(f"[ok] {'compiled' if compiled else 'eager'}: {rows:.2f} rows, {nbytes:,.0f} bytes a token and layer at Nano's width")
+        print(f"[ok] {how}: {rows:.2f} rows, {nbytes:,.0f} bytes a token and layer at Nano's width")
