@@ -99,9 +99,9 @@ ARTEFACTS = (
     ("policy", "policy/model_diffusers/COMPLETE", "06_convert_ckpt.py"),
 )
 
-# --plan. Samples/s of one H200 with every layer recomputed and --compile, bf16 (RUNS.md, "the trainer at full Nano width"): four passes of
-# work, forward, again, and twice that backward. Other GPUs are slower or faster by their bf16 rate.
-SAMPLES_PER_SECOND, PASSES = 34.9, 4
+# --plan. Samples/s of one H200 with --compile and no layer recomputed whole (RUNS.md, "the trainer on one H200, closer to the chip"): three
+# passes of work, one forward and twice that backward; recomputed layers add theirs again. Other GPUs differ by their bf16 rate.
+SAMPLES_PER_SECOND, PASSES = 44.0, 3
 TOKENS, TEXT = 266, 140  # generation tokens of a LIBERO sample; tokens of a prompt, about
 PROMPTS = 50 * 21 * 10**6  # bytes; some tens of distinct prompts' keys and values
 MICRO, RECOMPUTE, EMA = (8, 16, 32, 64), (0, 2, 1), ("device", "host")
@@ -554,7 +554,7 @@ def options(args, gpus: int, gpu_bytes: int) -> list[dict]:
         state = budget.state_bytes(TRAINED, gpus, accumulation > 1, ema)
         activations = budget.activation_bytes(keys.NANO, TRAINED, TOKENS, TEXT, micro, recompute, budget.kept_rows(True))
         peak = state["gpu"] + state["ema"] + PROMPTS + activations
-        rate = SAMPLES_PER_SECOND * gpus * PASSES / (PASSES - 1 + (1 / recompute if recompute else 0))
+        rate = SAMPLES_PER_SECOND * gpus * PASSES / (PASSES + (1 / recompute if recompute else 0))
         row = {"micro_batch": micro, "grad_checkpoint": recompute, "ema": ema, "gpu_bytes": peak, "host_bytes": gpus * state["host"]}
         hours = args.steps * args.global_batch / rate / 3600
         rows.append({**row, "h200_hours": hours, "fits": peak <= budget.MEMORY_MARGIN * gpu_bytes})
@@ -578,7 +578,7 @@ def show_plan(args) -> int:
     plan("GPUs", f"{gpus} of {human_bytes(memory)}, of which {budget.MEMORY_MARGIN:.0%} are planned with")
     plan(
         "run",
-        f"{args.steps} steps of {args.global_batch}, --compile; hours are an H200's at {SAMPLES_PER_SECOND} samples/s with every layer recomputed",
+        f"{args.steps} steps of {args.global_batch}, --compile; hours are an H200's at {SAMPLES_PER_SECOND} samples/s with no layer recomputed",
     )
     say("micro-batch  recompute   EMA      GiB a GPU  GiB host    hours")
     for r in rows:

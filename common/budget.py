@@ -4,13 +4,15 @@ P trained parameters lie in float32 over the ranks of one replica: 4 bytes of we
 Activations are bf16, batches are micro-batches of one rank. RUNS.md holds the estimate against measured peaks.
 """
 
+import itertools
 import math
 
 CHECKPOINT_COPIES = {"weights": 4, "exp_avg": 4, "exp_avg_sq": 4, "ema": 4}  # bytes a parameter
 MEMORY_MARGIN = 0.95  # of the free GPU memory that a plan may use; the rest is for fragmentation
 # What one layer keeps for its backward pass, in bf16 rows of hidden width a token. Counted with torch.autograd.graph.saved_tensors_hooks
-# on a layer of Nano's proportions, 266 tokens behind 140 of text (tests/bench/activations.py); INPUTS is the least, all else recomputed.
-KEPT_EAGER, KEPT_COMPILED, KEPT_INPUTS = 29.81, 17.06, 1.26
+# on a layer of Nano's proportions, 266 tokens behind 140 of text (tests/bench/activations.py). Compiled: (activation budget, rows), a line between
+# the counted ones; at 0 the inputs alone.
+KEPT_EAGER, KEPT_COMPILED = 29.81, ((0, 1.26), (0.2, 4.26), (0.5, 8.76), (0.8, 12.06), (1, 17.06))
 ACTIVATION_BUDGET = 0.8  # 05 --activation-budget
 # Bytes a parameter of one layer, beside the state: bf16 weights of the layer at work and of the next, its gradient in bf16 and in float32.
 LAYER_BUFFERS = 2 + 2 + 2 + 4
@@ -32,8 +34,11 @@ def state_bytes(parameters: int, shards: int, accumulates: bool, ema: str) -> di
 
 
 def kept_rows(compiled: bool, share: float = ACTIVATION_BUDGET) -> float:
-    """Rows that a layer keeps. share: 05 --activation-budget; what the compiler chose on a CPU was at most this, 12.1 at 0.8 and 8.8 at 0.5."""
-    return share * KEPT_COMPILED + (1 - share) * KEPT_INPUTS if compiled else KEPT_EAGER
+    """Rows that a layer keeps. share: 05 --activation-budget, above 0 and at most 1."""
+    if not compiled:
+        return KEPT_EAGER
+    (a, low), (b, high) = next(pair for pair in itertools.pairwise(KEPT_COMPILED) if share <= pair[1][0])
+    return low + (high - low) * (share - a) / (b - a)
 
 
 def activation_bytes(config: dict, parameters: int, tokens: int, text: int, micro: int, recompute: int, rows: float) -> int:
