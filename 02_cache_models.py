@@ -4,6 +4,7 @@ Run:    python 02_cache_models.py download                     # nvidia/Cosmos3-
         python 02_cache_models.py download --only all          # and what RLinf and cosmos-framework read from the hub cache
         python 02_cache_models.py layout --from /mnt/usb       # files that came by rsync, object store or disk
         python 02_cache_models.py verify --only all
+        python 02_cache_models.py repair                       # what is broken and can be put right without a network; --yes does it
         python 02_cache_models.py download --tiny --work work/tiny   # random-weight stand-ins, no network
 Reads:  the hub (HF_ENDPOINT, HF_TOKEN), or the folder given to --from
 Writes: <work>/models/Cosmos3-Nano and, for the others, the hub cache (--hub, else as huggingface_hub resolves it)
@@ -32,7 +33,11 @@ from common.console import OutputExists, Precondition, VerifyFailed, done, fail,
 
 STAGE = "02_cache_models"
 API_SECONDS = 30  # s; patience for the hub's listing of one repository
+LISTING = ".cache/huggingface/trees/*.json"  # under a plain folder, named by its commit
 OFFLINE_SECONDS = 120  # s; patience for the offline child, which reads no weights
+
+
+KEPT = "a rerun keeps finished files, not parts of one"
 
 
 class Asset(NamedTuple):
@@ -112,8 +117,10 @@ def location(args, asset: Asset) -> tuple[Path, str]:
 
 
 def check_plain(folder: Path, asset: Asset) -> list[str]:
-    """check_folder for a plain folder, held against the listing that a download leaves in it."""
-    return check_folder(folder, asset.required, asset.patterns, next(folder.glob(".cache/huggingface/trees/*.json"), None))
+    """check_folder for a plain folder, held against the listing that a download leaves in it, and against a commit that was asked for."""
+    listing = next(folder.glob(LISTING), None)
+    other = [f"{folder}: commit {listing.stem}, not {asset.revision}"] if listing and asset.revision not in (None, listing.stem) else []
+    return other + check_folder(folder, asset.required, asset.patterns, listing)
 
 
 def problems_of(args, asset: Asset, hashes: bool = False) -> list[str]:
@@ -155,14 +162,22 @@ def explain(error: Exception, asset: Asset, endpoint: str) -> Precondition:
         (errors.RepositoryNotFoundError, "no such repository, or a private one", "check HF_ENDPOINT and HF_TOKEN"),
         (errors.RevisionNotFoundError, "the repository, but not that commit", mirror),
         ((errors.FileMetadataError, httpx.TooManyRedirects), "a redirect (308) that loses the hub's headers", mirror),
+        ((httpx.RemoteProtocolError, httpx.ReadError), "a connection that broke", f"run this again ({KEPT})"),
+        (httpx.ReadTimeout, "a hub that stopped answering", f"run this again ({KEPT}; HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer)"),
         (httpx.TransportError, "no answer", f"check network and proxy, {mirror}"),
         (errors.HfHubHTTPError, "an HTTP error", f"try again later, {mirror}"),
     )
     chain = [error]
     while following := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(following)
-    for e, (kinds, found, mend) in itertools.product(chain, readings):
+    denied = {
+        401: ("no token, or one that it does not accept (401)", "log in (hf auth login), or unset a stale HF_TOKEN"),
+        403: ("no leave to read it (403)", f"accept its terms at {endpoint}/{asset.repo}, then set HF_TOKEN to a token that may read it"),
+    }
+    for e, (kinds, cause, cure) in itertools.product(chain, readings):
         if isinstance(e, kinds):
+            status = e.response.status_code if kinds is errors.HfHubHTTPError else None
+            found, mend = denied.get(status, (cause, cure))
             request = getattr(e, "_request", None)  # the public property raises where there is none
             via = f" after a redirect (308 or alike) to {request.url.host}" if request and not str(request.url).startswith(endpoint) else ""
             expected = f"{asset.repo} at {asset.revision or 'main'} from {endpoint}"
@@ -185,6 +200,11 @@ def download(args, asset: Asset) -> None:
         have = bytes_in(partial if asset.ours else repo / "blobs")
         console.need_disk(args.models if asset.ours else args.hub, max(0, total - have), asset.repo)
         (repo / "trees" / f"{info.sha}.json").unlink(missing_ok=True)  # one written by layout lists the copied files only
+        names = {s.rfilename for s in info.siblings}
+        for stale in [partial / n for n in list_files(partial) if n not in names] + [
+            p for p in partial.glob(LISTING) if p.stem != info.sha
+        ]:
+            stale.unlink()  # of an unfinished download of another commit; what both have stays
         where = {"local_dir": partial} if asset.ours else {"cache_dir": args.hub}
         snapshot_download(asset.repo, revision=revision, allow_patterns=list(asset.patterns), force_download=args.force, **where)
     except (OSError, httpx.HTTPError) as error:
@@ -255,7 +275,7 @@ def verify(args, assets: list[Asset]) -> list[dict]:
             main = ["main"] if read_ref(repo_folder(args.hub, asset.repo)) == revision else []
             jobs += [(rows[-1], [asset.repo, r, asset.patterns, files]) for r in [revision, *main]]
         for path in leftovers(folder if asset.ours else repo_folder(args.hub, asset.repo)):
-            warn(asset.name, f"an unfinished download, counted as nothing; once no download runs: rm {shlex.quote(str(path))}")
+            warn(asset.name, f"{path}: unfinished, counted as nothing; python 02_cache_models.py repair lists what can be deleted")
     for (row, job), error in zip(jobs, resolve_offline(args.hub, [job for _, job in jobs]) if jobs else [], strict=True):
         if error:
             row["problems"].append(f"huggingface_hub offline, {job[0]} at {job[1]} in {args.hub}: {error}")
@@ -267,6 +287,35 @@ def verify(args, assets: list[Asset]) -> list[dict]:
     return rows
 
 
+def repair(args, assets: list[Asset]) -> int:
+    """Print what can be put right without a network, and do it with --yes."""
+    found = []
+    for asset in assets:
+        folder, _ = location(args, asset)
+        places = (folder, folder.with_name(f".{folder.name}.partial")) if asset.ours else ()
+        for path in itertools.chain(*map(leftovers, places or (repo_folder(args.hub, asset.repo),))):
+            if not cache_layout.is_quiet(path):
+                warn(
+                    asset.name,
+                    f"{path}: unfinished, but younger than {cache_layout.QUIET_SECONDS} s: a download may still write it; left alone",
+                )
+            elif asset.ours:
+                found.append((asset.name, cache_layout.Repair(f"{path}: an unfinished file; delete it", path.unlink)))
+        found += [] if asset.ours else [(asset.name, r) for r in cache_layout.repairs(args.hub, asset.repo)]
+    for name, one in found:
+        if args.yes:
+            one.do()
+        ok(name, f"{one.what}: done") if args.yes else plan(name, one.what)
+    if args.json:
+        console.write_json(args.json, {"hub": str(args.hub), "done": args.yes, "repairs": [{"name": n, "what": r.what} for n, r in found]})
+    if found and not args.yes:
+        plan("next", "the same with --yes does it")
+        return 0
+    ok("next", "python 02_cache_models.py verify")
+    done(STAGE, repaired=len(found), hub=args.hub)
+    return 0
+
+
 def parse_args(argv=None):
     rows = [f"  {a.name:14}{a.gib:3} GiB  {a.repo}@{(a.revision or 'newest')[:7]}: {a.purpose}" for a in ASSETS]
     look = {"epilog": "\n".join(["assets:", *rows]), "formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
@@ -274,6 +323,7 @@ def parse_args(argv=None):
     shared.add_argument(
         "--only", action="append", choices=[*(a.name for a in ASSETS), "all"], help="which asset; repeatable (default: see the command)"
     )
+    shared.add_argument("--revision", metavar="COMMIT", help="full commit of the one --only asset, instead of its own")
     shared.add_argument("--work", type=Path, default=Path("work"), help="root of this project's outputs (default: %(default)s)")
     shared.add_argument("--models", type=Path, help="parent of the folder Cosmos3-Nano (default: <work>/models)")
     shared.add_argument("--hub", type=Path, help="hub cache (default: as huggingface_hub resolves it; <work>/hub with --tiny)")
@@ -286,8 +336,11 @@ def parse_args(argv=None):
         "download": "fetch from the hub (default: what this pipeline needs; all with --tiny)",
         "layout": "lay out hand-copied files (default: every asset found in DIR)",
         "verify": "check offline use (default: every asset that is there, and what this pipeline needs)",
+        "repair": "show what can be put right without a network: refs, dangling links, empty snapshots, unfinished files (default: every asset)",
     }
-    get, lay, check = (commands.add_parser(name, parents=[shared], help=text, description=text, **look) for name, text in texts.items())
+    get, lay, check, mend = (
+        commands.add_parser(name, parents=[shared], help=text, description=text, **look) for name, text in texts.items()
+    )
     get.add_argument("--tiny", action="store_true", help="write random-weight stand-ins instead: no network (default: %(default)s)")
     lay.add_argument(
         "--from", dest="source", type=Path, required=True, metavar="DIR", help="DIR/<org>/<name>, DIR/<name>, or DIR itself for one --only"
@@ -296,8 +349,13 @@ def parse_args(argv=None):
         "--mode", choices=("hardlink", "symlink", "copy"), default="hardlink", help="how a file gets there (default: %(default)s)"
     )
     check.add_argument("--hash", action="store_true", help="read every blob and hold it against its name (default: %(default)s)")
+    mend.add_argument("--yes", action="store_true", help="do what it shows (default: %(default)s)")
     parser.set_defaults(tiny=False, hash=False)
     args = parser.parse_args(argv)
+    if args.revision and not cache_layout.COMMIT.fullmatch(args.revision):
+        parser.error(f"--revision is a full commit, 40 lower-case hex digits: an offline lookup finds no other; found {args.revision!r}")
+    if args.revision and (len(args.only or ()) != 1 or args.only == ["all"]):
+        parser.error("--revision belongs to one asset: name it by --only")
     args.models = (args.models or args.work / "models").absolute()
     hub, args.hub_reason = cache_layout.hub_cache_root()
     if args.tiny:  # random weights under a pinned revision have no business in a real cache
@@ -310,7 +368,8 @@ def parse_args(argv=None):
 
 def select(args) -> list[Asset]:
     if args.only:
-        return [a for a in ASSETS if a.name in args.only or "all" in args.only]
+        chosen = [a for a in ASSETS if a.name in args.only or "all" in args.only]
+        return [a._replace(revision=args.revision or a.revision) for a in chosen]
     if args.command == "layout":
         found = [a for a in ASSETS if source_of(args, a)]
         if not found:
@@ -318,6 +377,8 @@ def select(args) -> list[Asset]:
                 f"{ASSETS[0].repo} or another asset of --help in {args.source}", "none", "put each into DIR/<name>, or name one by --only"
             )
         return found
+    if args.command == "repair":
+        return list(ASSETS)
     return [a for a in ASSETS if a.ours or args.tiny or (args.command == "verify" and list_files(location(args, a)[0]))]
 
 
@@ -339,7 +400,7 @@ def main(argv=None) -> int:
     plan("models", args.models)
     if args.command == "download":
         endpoint = os.environ.get("HF_ENDPOINT", "the hub")
-        plan("from", "common/tiny.py" if args.tiny else f"{endpoint}; a rerun keeps finished files, not parts of one")
+        plan("from", "common/tiny.py" if args.tiny else f"{endpoint}; {KEPT}")
     for a in assets:
         plan(
             a.name,
@@ -347,9 +408,16 @@ def main(argv=None) -> int:
         )
     if args.dry_run:
         return 0
+    if args.command == "repair":
+        return repair(args, assets)
     for asset in assets if args.command != "verify" else ():
-        if not is_complete(args, asset):
-            execute(args, asset)
+        try:
+            if not is_complete(args, asset):
+                execute(args, asset)
+        except Precondition as error:
+            if asset.ours or len(assets) == 1:
+                raise
+            warn(asset.name, f"{error}; not needed by this pipeline, so the others go on")
 
     rows = verify(args, assets)
     home = {"HF_HOME": str(args.hub.parent)} if args.hub.name == "hub" else {}
@@ -369,6 +437,9 @@ def main(argv=None) -> int:
     for row in rows:
         if row["name"] == "wan-vae-pth":
             ok("VAE file for cosmos-framework", Path(row["path"]) / WAN_FILES[0])
+    if any(row["name"] == "cosmos3-nano" for row in rows):
+        base = shlex.quote(str(args.models / "Cosmos3-Nano"))
+        ok("next", f"python 03_base_to_dcp.py --base {base} --out {base}-DCP")
     out = next((row["path"] for row in rows if row["name"] == "cosmos3-nano"), args.hub)
     done(STAGE, out=out, hub=args.hub, assets=len(rows), bytes=sum(row["bytes"] for row in rows), seconds=f"{time.monotonic() - start:.1f}")
     return 0

@@ -7,8 +7,8 @@ Run:    python 05_train_fsdp2.py --base work/models/Cosmos3-Nano-DCP --cache wor
 Reads:  BASE (a DCP of stage 03, of RLinf or cosmos-framework, or the diffusers folder), CACHE (stage 04 encode)
 Writes: OUT/{args,env,policy,stats}.json, OUT/launches.jsonl, OUT/run.log, OUT/tensorboard/,
         OUT/checkpoints/global_step_N/ (DCP of weights and average, optim/ with Adam's moments, train.json, policy.json, stats.json, COMPLETE)
-Needs:  common/console.py, common/cosmos3.py, common/keys.py, common/libero.py, common/quantile.py, common/rot6d.py, common/weights.py,
-        common/libero_stats_20fps.json; torch, diffusers, safetensors, pyarrow, tensorboard
+Needs:  common/budget.py, common/console.py, common/cosmos3.py, common/keys.py, common/libero.py, common/quantile.py, common/rot6d.py,
+        common/weights.py, common/libero_stats_20fps.json; torch, diffusers, safetensors, pyarrow, tensorboard
 Fails:  exit 3: base, cache or disk space is missing, they do not belong together, or another trainer is at OUT; exit 4: OUT exists;
         exit 5: too many bad steps in a row, a tensor that never moves, the last checkpoint not saved
 Next:   python 06_convert_ckpt.py --src OUT/checkpoints/global_step_N --base work/models/Cosmos3-Nano --out work/policy
@@ -38,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import console, keys, libero, quantile
+from common import budget, console, keys, libero, quantile
 from common.console import OutputExists, Precondition, StageError, VerifyFailed
 from common.libero import LIBERO
 
@@ -46,11 +46,9 @@ STAGE = "05_train_fsdp2"
 BETAS, EPS, WEIGHT_DECAY, CLIP = (0.9, 0.99), 1e-8, 0.05, 1.0  # the recipe's AdamW; weight decay on every trained tensor
 LR_START = 1e-6  # factor of the first step
 EMA_RATE = 0.1
-CHECKPOINT_COPIES = {"weights": 4, "exp_avg": 4, "exp_avg_sq": 4, "ema": 4}  # bytes a parameter
 HELD_OUT = 1 << 62  # noise of held-out window i is that of sample HELD_OUT + i, which no training sample reaches
 MOVED_BY = 10  # steps after which every trained tensor must have changed
 CPU_MICRO_BATCH = 8  # --micro-batch auto where there is no GPU memory to measure
-MEMORY_MARGIN = 0.95  # of the free GPU memory that --micro-batch auto plans with; the rest is for fragmentation
 # Parts of policy.json, and the average, that a resume may change when told to. The trained set is not among them: Adam has nothing for new tensors.
 CHANGEABLE = ("base", "canvas", "data", "ema", "fps", "latent_shape", "prompt", "robot", "seed", "stats")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -99,7 +97,7 @@ def parse_args(argv=None):
     add(
         "--activation-budget",
         type=float,
-        default=0.8,
+        default=budget.ACTIVATION_BUDGET,
         metavar="F",
         help="with --compile: share of a layer's activations to keep for the backward pass; the compiler recomputes the rest, cheapest first",
     )
@@ -609,8 +607,9 @@ def lock_run(out: Path):
             file.truncate(0)
 
 
-def forecast(args, config: dict, manifest: dict, world: int) -> tuple[dict, int]:
-    """(what a run will take, as plan lines; bytes of one checkpoint), from shapes alone."""
+def forecast(args, config: dict, manifest: dict, text: int, world: int) -> tuple[dict, int]:
+    """(what a run will take, as plan lines; bytes of one checkpoint), from shapes alone. text: tokens of the longest prompt."""
+    human = console.human_bytes
     shapes = keys.shapes(config, sound=False)
     names = keys.trained(shapes)
     parameters = sum(math.prod(shapes[n]) for n in names)
@@ -628,12 +627,14 @@ def forecast(args, config: dict, manifest: dict, world: int) -> tuple[dict, int]
     in_layers = sum(math.prod(shapes[n]) for n in names if ".layers." in n)
     attention = 2 * config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"] * tokens
     flops = 6 * args.global_batch * tokens * (in_layers + attention)
-    # Between two reductions a rank holds the whole model's gradients in float32.
-    whole = parameters * 4 if shards > 1 and share != args.micro_batch else 0
-    state = console.human_bytes(parameters * 16 / shards + whole)
-    ema = {place: console.human_bytes(parameters * 4 / shards if args.ema == place else 0) for place in ("device", "host")}
-    prompts = console.human_bytes((args.cache / "prompt_kv.safetensors").stat().st_size)
-    nbytes = parameters * sum(v for k, v in CHECKPOINT_COPIES.items() if k != "ema" or args.ema != "off")
+    state = budget.state_bytes(parameters, shards, share != args.micro_batch, args.ema)
+    prompts = (args.cache / "prompt_kv.safetensors").stat().st_size
+    activations = "activations come on top, measured before the first step"
+    if args.micro_batch != "auto":
+        keep = budget.kept_rows(args.compile, args.activation_budget)
+        peak = budget.activation_bytes(config, parameters, tokens, text, args.micro_batch, args.grad_checkpoint, keep)
+        activations = f"about {human(peak)} for activations in bf16: {human(state['gpu'] + state['ema'] + prompts + peak)} in all"
+    nbytes = budget.checkpoint_bytes(parameters, args.ema)
     saves = math.ceil(args.steps / args.save_every) if args.save_every else 0
     kept = f", the newest {args.keep_last} stay" if args.keep_last else ""
     return {
@@ -642,9 +643,9 @@ def forecast(args, config: dict, manifest: dict, world: int) -> tuple[dict, int]
         "batch": f"{args.global_batch} = micro {args.micro_batch} x ranks {world} x {accumulation}",
         "windows": ", ".join(f"{n} {w} ({args.steps * args.global_batch / len(windows) / w:.1f} epochs)" for n, w in windows.items()),
         "work": f"{args.steps} steps of {args.global_batch * tokens} tokens and {flops / 1e12:.4g} TFLOP (without recomputation)",
-        "memory": f"{state} a rank for weights, gradients and Adam, {ema['device']} for EMA, {prompts} for prompts; activations come on top",
-        "host memory": f"{ema['host']} a rank for EMA ({args.ema})",
-        "checkpoint": f"{console.human_bytes(nbytes)} each, {saves} in all: {console.human_bytes(nbytes * saves)}{kept}",
+        "memory": f"{human(state['gpu'])} a rank for weights, gradients and Adam, {human(state['ema'])} for EMA, {human(prompts)} for prompts; {activations}",
+        "host memory": f"{human(state['host'])} a rank for EMA ({args.ema})",
+        "checkpoint": f"{human(nbytes)} each, {saves} in all: {human(nbytes * saves)}{kept}",
     }, nbytes
 
 
@@ -672,7 +673,7 @@ def plan(args) -> dict:
             f"{normalizer.sha256[:12]} in {normalizer.path}",
             "encode again; the file was changed after the encode",
         )
-    weights.check_safetensors(args.cache / "prompt_kv.safetensors")
+    text = max(shape[1] for shape, _, _ in weights.check_safetensors(args.cache / "prompt_kv.safetensors").values())
     share, rest = divmod(args.global_batch, world)
     micro = 1 if args.micro_batch == "auto" else args.micro_batch
     if rest or share % micro or world % args.replicate:
@@ -681,7 +682,7 @@ def plan(args) -> dict:
             f"{args.global_batch} = {micro} x {world} x {args.global_batch / micro / world:g}, replicate {args.replicate}",
             "change --global-batch, --micro-batch, --replicate or the number of ranks",
         )
-    lines, nbytes = forecast(args, config, manifest, world)
+    lines, nbytes = forecast(args, config, manifest, text, world)
     resume = find_resume(args)
     lines["from"] = resume or f"{source.path} ({source.kind})"
     policy = {
@@ -928,7 +929,7 @@ def fit_micro_batch(tower, stream: Stream, share: int, prompts, fps: float, dtyp
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     free, _ = torch.cuda.mem_get_info()
-    room = MEMORY_MARGIN * (free + torch.cuda.memory_reserved())
+    room = budget.MEMORY_MARGIN * (free + torch.cuda.memory_reserved())
     found = torch.tensor(most_that_fits(sizes, small, at_small, large, at_large, room), device=device)
     dist.all_reduce(found, dist.ReduceOp.MIN)
     chosen, expected = int(found[0].item()), console.human_bytes(found[1].item())

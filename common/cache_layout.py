@@ -1,4 +1,4 @@
-"""The hub cache on disk: where it is, how hand-copied files are laid into it, what is wrong with it.
+"""The hub cache on disk: where it is, how hand-copied files are laid into it, what is wrong with it, what of that can be put right.
 
 Layout, as huggingface_hub 1.33 writes and reads it:
 
@@ -13,14 +13,17 @@ writes one of the files it has; to download more of that commit later, delete it
 """
 
 import errno
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatch, translate
 from pathlib import Path
+from typing import NamedTuple
 
 from common.console import Precondition
 
@@ -33,6 +36,7 @@ LFS_NAME = (
 )
 LFS_NAME += r".*\.(tar|tflite|tgz|wasm|xz|zip|zst)|.*\.(lfs|tar)\..*|.*tfevents.*"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+QUIET_SECONDS = 600  # what changed within them may belong to a download that still runs
 HEADER_LIMIT = 100_000_000  # bytes; the longest safetensors header that its reader accepts
 
 
@@ -201,6 +205,53 @@ def set_ref(repo: Path, revision: str, name: str = "main") -> None:
 def leftovers(folder: Path) -> list[Path]:
     """Unfinished files under a repository's folder. They count as nothing, and only delete them when no download runs."""
     return sorted(folder.rglob("*.incomplete"))
+
+
+class Repair(NamedTuple):
+    what: str
+    do: Callable[[], object]
+
+
+def is_quiet(path: Path) -> bool:
+    return time.time() - path.lstat().st_mtime > QUIET_SECONDS
+
+
+def repairs(hub: Path, repo_id: str) -> list[Repair]:
+    """What can be put right in a repository's folder without a network, in the order in which to do it. Nothing is done before `do` is called.
+
+    Whitespace around a ref's commit goes; links without a blob, snapshots with nothing else in them and unfinished files go, so that a
+    download or layout fills their places; refs/main without a snapshot moves to the only sound one, any other such ref goes. No blob is
+    ever deleted. Unfinished files, empty snapshots and refs to nowhere may be a running download's: the youngest QUIET_SECONDS are left alone.
+    """
+    repo, found, sound = repo_folder(hub, repo_id), [], []
+    for path in leftovers(repo):
+        if is_quiet(path):
+            found.append(Repair(f"{path}: an unfinished file; delete it", functools.partial(path.unlink, missing_ok=True)))
+    for snapshot in sorted(p for p in (repo / "snapshots").glob("*") if p.is_dir()):
+        names = list_files(snapshot)
+        dangling = [snapshot / n for n in names if not (snapshot / n).exists()]
+        if len(dangling) < len(names):
+            sound.append(snapshot.name)
+            found += [
+                Repair(f"{p}: a link to {os.readlink(p)}, which is not there; delete it", functools.partial(p.unlink, missing_ok=True))
+                for p in dangling
+            ]
+        elif is_quiet(snapshot):
+            inside = f"holds nothing but {len(dangling)} dangling link(s)" if names else "is empty"
+            found.append(Repair(f"{snapshot}: {inside}; delete it", functools.partial(shutil.rmtree, snapshot)))
+        else:
+            sound.append(snapshot.name)
+    for ref in sorted(p for p in repo.glob("refs/**/*") if p.is_file() and not p.name.endswith(".incomplete")):
+        text = ref.read_text()
+        commit = text.strip()
+        if commit not in sound and ref == repo / "refs/main" and len(sound) == 1:
+            commit = sound[0]
+        if commit not in sound and is_quiet(ref):
+            found.append(Repair(f"{ref}: names {text!r}, which has no snapshot; delete it", ref.unlink))
+        elif commit in sound and commit != text:
+            write = functools.partial(_place, ref, lambda new, commit=commit: new.write_text(commit))
+            found.append(Repair(f"{ref}: {text!r}; write {commit}", write))
+    return found
 
 
 def check_folder(folder: Path, required: Iterable[str] = (), patterns: Iterable[str] = ("*",), listing: Path | None = None) -> list[str]:

@@ -11,14 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import REPO, load_script, run_script
+from hub import serve
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
@@ -78,81 +77,16 @@ def tree(folder: Path) -> dict[str, str]:
     return found
 
 
-class Hub:
-    """A hub on 127.0.0.1: {repo: folder} at commit SHA. `answer(path)` may return (status, headers) to override a reply."""
-
-    def __init__(self, repos: dict[str, Path]):
-        self.repos, self.asked, self.answer = repos, [], lambda path: None
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def reply(self, status: int, headers: dict, body: bytes = b""):
-                self.send_response(status)
-                for key, value in {"Content-Length": str(len(body)), **headers}.items():
-                    self.send_header(key, value)
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
-
-            def do_GET(self):
-                path = self.path.split("?")[0]
-                hub.asked.append(path)
-                self.reply(*(hub.answer(path) or hub.serve(path)))
-
-            do_HEAD = do_GET
-
-            def log_message(self, *args):
-                """Quiet: pytest shows what matters."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def serve(self, path: str):
-        api = path.startswith("/api/models/")
-        repo = "/".join(path.removeprefix("/api/models" if api else "").split("/")[1:3])
-        if repo not in self.repos:
-            return 404, {"X-Error-Code": "RepoNotFound"}
-        rest = path.split(repo, 1)[1].split("/", 3)[1:]
-        if rest[1] not in (SHA, "main"):
-            return 404, {"X-Error-Code": "RevisionNotFound"}
-        folder = self.repos[repo]
-        names = cache_layout.list_files(folder)
-        if api and rest[0] == "revision":
-            siblings = [{"rfilename": n, "size": (folder / n).stat().st_size} for n in names]
-            return 200, {"Content-Type": "application/json"}, json.dumps({"id": repo, "sha": SHA, "siblings": siblings}).encode()
-        if api:
-            return 200, {"Content-Type": "application/json"}, json.dumps([self.entry(folder, n) for n in names]).encode()
-        entry, body = self.entry(folder, rest[2]), (folder / rest[2]).read_bytes()
-        return 200, {"ETag": f'"{entry.get("lfs", entry)["oid"]}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}, body
-
-    @staticmethod
-    def entry(folder: Path, name: str) -> dict:
-        """A file of the tree listing. The hub's own computation, not ours: git's blob id, and the SHA-256 for LFS."""
-        body = (folder / name).read_bytes()
-        lfs = {"oid": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
-        stored = f"version https://git-lfs.github.com/spec/v1\noid sha256:{lfs['oid']}\nsize {len(body)}\n".encode()
-        is_lfs = name.endswith((".safetensors", ".pth"))
-        held = stored if is_lfs else body
-        return {
-            "type": "file",
-            "path": name,
-            "size": len(body),
-            "oid": hashlib.sha1(b"blob %d\0" % len(held) + held).hexdigest(),
-            **({"lfs": lfs} if is_lfs else {}),
-        }
+QWEN, WAN, WAN_DIFFUSERS = "Qwen/Qwen3-VL-8B-Instruct", "Wan-AI/Wan2.2-TI2V-5B", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
 
 
 @pytest.fixture
 def hub(tmp_path):
-    served = Hub(
-        {"nvidia/Cosmos3-Nano": nano(tmp_path / "hub-nano"), "Wan-AI/Wan2.2-TI2V-5B-Diffusers": wan_diffusers(tmp_path / "hub-wan")}
-    )
-    yield served
-    served.server.shutdown()
-    served.server.server_close()
+    """All four repositories, those with a pin at it."""
+    repos = {"nvidia/Cosmos3-Nano": nano(tmp_path / "hub-nano"), WAN_DIFFUSERS: wan_diffusers(tmp_path / "hub-wan")}
+    repos |= {QWEN: qwen(tmp_path / "hub-qwen"), WAN: write(tmp_path / "hub-pth", {"Wan2.2_VAE.pth": b"vae"})}
+    with serve(repos, SHA, {a.repo: a.revision for a in load_script("02_cache_models").ASSETS if a.revision}) as served:
+        yield served
 
 
 def download(hub_url, tmp_path, *more, **env):
@@ -394,7 +328,12 @@ def test_download_then_rerun_then_offline_verify(hub, tmp_path):
     first = download(hub.url, tmp_path, *chosen)
     assert first.returncode == 0, first.stderr
     assert f"[plan] from: {hub.url}" in first.stdout and f"export HF_HOME={tmp_path / 'w'}\n" in first.stdout
-    assert first.stdout.splitlines()[-1].startswith(f"[done] 02_cache_models out={tmp_path / 'w/models/Cosmos3-Nano'} ")
+    base = tmp_path / "w/models/Cosmos3-Nano"
+    *_, following, last = first.stdout.splitlines()
+    assert (
+        last.startswith(f"[done] 02_cache_models out={base} ")
+        and following == f"[ok] next: python 03_base_to_dcp.py --base {base} --out {base}-DCP"
+    )
     got = tree(tmp_path / "w/models/Cosmos3-Nano")
     assert {k: v for k, v in got.items() if not k.startswith(".cache/")} == tree(hub.repos["nvidia/Cosmos3-Nano"])
     found = json.loads((tmp_path / "found.json").read_text())
@@ -416,6 +355,8 @@ def test_download_then_rerun_then_offline_verify(hub, tmp_path):
         (404, {"X-Error-Code": "RevisionNotFound"}, "not that commit"),
         (403, {"X-Error-Code": "GatedRepo"}, "accept its terms at"),
         (500, {}, "an HTTP error"),
+        (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, "unset a stale HF_TOKEN"),
+        (403, {}, "no leave to read it"),
         (308, {"Location": "http://localhost:9/elsewhere"}, "after a redirect (308 or alike) to localhost"),
     ],
 )
@@ -480,8 +421,11 @@ def test_layout_of_hand_copied_files(tmp_path):
     assert Path(vae).is_absolute() and Path(vae).read_bytes() == b"vae"
     assert not list((tmp_path / "hub").rglob("unwanted*")) and tree(usb) == before
     assert (tmp_path / "hub/models--Wan-AI--Wan2.2-TI2V-5B-Diffusers/refs/main").read_text() == cache_layout.PLACEHOLDER
-    os.chmod(tmp_path / "hub", 0o555)  # C8: readable is enough
-    assert run_script(SCRIPT, "verify", "--work", tmp_path / "w", "--hub", tmp_path / "hub").returncode == 0
+    for path in [tmp_path / "hub", *(p for p in (tmp_path / "hub").rglob("*") if not p.is_symlink())]:
+        os.chmod(path, 0o555)
+    before = {p: p.lstat().st_mtime_ns for p in (tmp_path / "hub").rglob("*")}
+    assert run_script(SCRIPT, "verify", "--work", tmp_path / "w", "--hub", tmp_path / "hub", "--hash").returncode == 0
+    assert {p: p.lstat().st_mtime_ns for p in (tmp_path / "hub").rglob("*")} == before  # C8: readable is enough, nothing is written
 
 
 def test_layout_refuses_files_that_are_not_whole(tmp_path):
@@ -494,6 +438,143 @@ def test_layout_refuses_files_that_are_not_whole(tmp_path):
     assert not (tmp_path / "hub").exists() and not (tmp_path / "w").exists()
 
 
+def test_download_and_layout_of_every_repository_are_alike(hub, tmp_path):
+    """The hub cache that `download --only all` leaves and the one that `layout` builds from hand-copied files hold the same files, links,
+    refs and listings, with the bytes of the hub's; each passes the library's own offline lookup (which both commands end with)."""
+    assert download(hub.url, tmp_path, "--only", "all").returncode == 0
+    for repo, folder in hub.repos.items():
+        shutil.copytree(folder, tmp_path / "usb" / repo)
+    pinned = ("--only", "wan-diffusers", "--revision", SHA)  # main, in the hub; nobody wrote the commit of the copied files down
+    for more in (("--only", "qwen3-vl", "--only", "wan-vae-pth", "--only", "cosmos3-nano"), pinned):
+        laid = run_script(SCRIPT, "layout", "--from", tmp_path / "usb", "--work", tmp_path / "l", "--hub", tmp_path / "l/hub", *more)
+        assert laid.returncode == 0, laid.stderr
+    theirs, ours = (
+        {k: v for k, v in tree(tmp_path / w / "hub").items() if not k.startswith(".locks/") and k != "CACHEDIR.TAG"} for w in ("w", "l")
+    )
+    assert ours == theirs and sum(k.endswith("/refs/main") for k in ours) == 3
+    assert tree(tmp_path / "l/models/Cosmos3-Nano") == tree(hub.repos["nvidia/Cosmos3-Nano"])
+
+
+def test_a_download_that_breaks_is_told_and_a_rerun_keeps_what_is_whole(hub, tmp_path):
+    """C9: a connection that breaks in one file exits 3 with the cause and leaves no Cosmos3-Nano; a rerun asks for that file alone, from its
+    first byte, and ends whole."""
+    name = "transformer/diffusion_pytorch_model.safetensors"
+    hub.cut[name] = 50
+    broken = download(hub.url, tmp_path)
+    assert broken.returncode == 3 and "found a connection that broke" in broken.stderr and "keeps finished files" in broken.stderr
+    assert not (tmp_path / "w/models/Cosmos3-Nano").exists() and "Traceback" not in broken.stderr
+    hub.cut.clear()
+    hub.asked.clear()
+    again = download(hub.url, tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert [a.split("/", 5)[-1] for a in hub.asked if a.startswith("GET /nvidia")] == [name]
+
+
+def test_a_hub_that_stalls_is_asked_again(hub, tmp_path):
+    """A hub that falls silent in the middle of a file for longer than the library waits: the file is asked for again, and ends whole."""
+    name = "vae/diffusion_pytorch_model.safetensors"
+    hub.pause[name] = 30
+    result = download(hub.url, tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert result.returncode == 0, result.stderr
+    assert sum(a.startswith("GET ") and a.endswith(name) for a in hub.asked) == 2
+    got = tmp_path / "w/models/Cosmos3-Nano" / name
+    assert got.read_bytes() == (hub.repos["nvidia/Cosmos3-Nano"] / name).read_bytes()
+
+
+def test_a_disk_that_is_too_small_is_known_before_the_download(hub, tmp_path):
+    """A disk with less room than the hub lists for the repository exits 3 with both sizes, before any file is asked for."""
+    patch = "import shutil; shutil.disk_usage = lambda path: type('usage', (), {'free': 100, 'total': 100})"
+    write(tmp_path / "patch", {"sitecustomize.py": patch.encode()})
+    result = download(hub.url, tmp_path, PYTHONPATH=str(tmp_path / "patch"))
+    assert result.returncode == 3 and "for nvidia/Cosmos3-Nano; found 100 B" in result.stderr, result.stderr
+    assert not any("/resolve/" in a for a in hub.asked)
+
+
+def test_a_gated_side_repository_does_not_stop_the_others(hub, tmp_path):
+    """C12: a refused repository that this pipeline does not need is told with its way out; the rest arrives; the exit code is 3."""
+    hub.answer = lambda path: (403, {"X-Error-Code": "GatedRepo"}) if QWEN in path else None
+    result = download(hub.url, tmp_path, "--only", "all")
+    assert result.returncode == 3 and "download --only qwen3-vl" in result.stderr, result.stderr
+    assert f"accept its terms at {hub.url}/{QWEN}" in result.stdout and "not needed by this pipeline" in result.stdout
+    assert {line.split()[1] for line in result.stdout.splitlines() if line.startswith("[ok]")} == {
+        "cosmos3-nano:",
+        "wan-vae-pth:",
+        "wan-diffusers:",
+    }
+
+
+def test_a_commit_can_be_asked_for(hub, tmp_path):
+    """--revision: a commit that the hub has arrives, one that it lacks exits 3; a folder at another commit exits 4 and stays; what is no full
+    commit, or belongs to no single asset, is a usage error (C5)."""
+    only = ("--only", "cosmos3-nano", "--revision")
+    assert download(hub.url, tmp_path, *only, SHA).returncode == 0
+    before = tree(tmp_path / "w")
+    other = download(hub.url, tmp_path, *only, "b" * 40)
+    assert other.returncode == 4 and f"commit {SHA}, not {'b' * 40}" in other.stderr and tree(tmp_path / "w") == before
+    absent = download(hub.url, tmp_path, "--only", "wan-diffusers", "--revision", "b" * 40)
+    assert absent.returncode == 3 and "not that commit" in absent.stderr
+    script = load_script("02_cache_models")
+    for wrong in ([*only, SHA[:7]], [*only, SHA.upper()], ["--only", "all", "--revision", SHA], ["--revision", SHA]):
+        with pytest.raises(SystemExit):
+            script.parse_args(["download", *wrong])
+
+
+def test_a_download_of_another_commit_does_not_mix(hub, tmp_path):
+    """Files of an unfinished download that the commit asked for does not have are not carried into the folder."""
+    partial = write(tmp_path / "w/models/.Cosmos3-Nano.partial", {"transformer/old-00001.safetensors": b"old", "vae/config.json": b"{}"})
+    write(partial, {f".cache/huggingface/trees/{'b' * 40}.json": b'{"files": {"transformer/old-00001.safetensors": {"size": 3}}}'})
+    assert download(hub.url, tmp_path).returncode == 0
+    folder = tmp_path / "w/models/Cosmos3-Nano"
+    assert cache_layout.list_files(folder) == cache_layout.list_files(hub.repos["nvidia/Cosmos3-Nano"])
+    assert [p.stem for p in folder.glob(".cache/huggingface/trees/*")] == [SHA]
+
+
+def test_repair_shows_then_does(tmp_path, capsys):
+    """C1, C2, C3, C10: of a ref with a newline, a dead ref, a dangling link, an empty snapshot and an unfinished file, each is shown and
+    nothing touched; with --yes each is put right, no blob is lost, the library finds what is sound, and a second repair has nothing to do."""
+    script, hub = load_script("02_cache_models"), tmp_path / "hub"
+    for source, revision in ((qwen, script.QWEN_COMMIT), (wan_diffusers, SHA)):
+        repo = {qwen: QWEN, wan_diffusers: WAN_DIFFUSERS}[source]
+        cache_layout.build(source(tmp_path / repo), hub, repo, revision, mode="copy")
+    first, second = (cache_layout.repo_folder(hub, repo) for repo in (QWEN, WAN_DIFFUSERS))
+    (first / "refs/main").write_text(script.QWEN_COMMIT + "\n")
+    (first / "refs/old").write_text("c" * 40)
+    (first / "snapshots" / ("c" * 40)).mkdir()
+    (first / "snapshots" / script.QWEN_COMMIT / "gone.json").symlink_to("../../blobs/gone")
+    (first / "blobs/abc.incomplete").write_bytes(b"half")
+    (second / "refs/main").write_text("d" * 40)
+    (second / "blobs/young.incomplete").write_bytes(b"half")
+    for path in hub.rglob("*"):
+        if path.name != "young.incomplete":
+            os.utime(path, (1, 1), follow_symlinks=False)
+    arguments = ["repair", "--work", str(tmp_path / "w"), "--hub", str(hub), "--json", str(tmp_path / "r.json")]
+    before = tree(hub)
+    assert script.main(arguments) == 0 and tree(hub) == before
+    shown = [line for line in capsys.readouterr().out.splitlines() if "qwen3-vl: /" in line or "wan-diffusers: /" in line]
+    repairs = json.loads((tmp_path / "r.json").read_text())["repairs"]
+    assert len(repairs) == 6 and sum(line.startswith("[plan]") for line in shown) == 6
+    assert sum(line.startswith("[warn]") and "young.incomplete" in line for line in shown) == 1
+    assert script.main([*arguments, "--yes"]) == 0
+    after = tree(hub)
+    gone = {first / "blobs/abc.incomplete", first / "refs/old", first / "snapshots" / script.QWEN_COMMIT / "gone.json"}
+    assert before.keys() - after.keys() == {p.relative_to(hub).as_posix() for p in gone} and not after.keys() - before.keys()
+    changed = {k for k in after if after[k] != before[k]}
+    assert changed == {(p / "refs/main").relative_to(hub).as_posix() for p in (first, second)}
+    assert not (first / "snapshots" / ("c" * 40)).exists()
+    for repo, revision in ((QWEN, script.QWEN_COMMIT), (WAN_DIFFUSERS, SHA)):
+        assert cache_layout.verify(hub, repo, revision, hashes=True) == []
+        assert Path(snapshot_download(repo, cache_dir=hub)).name == revision
+    assert script.main(arguments) == 0 and json.loads((tmp_path / "r.json").read_text())["repairs"] == []
+
+
+def test_repair_leaves_a_running_download_alone(tmp_path):
+    """What a download that runs now has written (a ref before its snapshot, an empty snapshot, an unfinished blob) is not touched."""
+    repo = cache_layout.repo_folder(tmp_path, "o/r")
+    (repo / "snapshots" / SHA).mkdir(parents=True)
+    write(repo, {"refs/main": SHA.encode(), "refs/v1": b"e" * 40, "blobs/a.incomplete": b"half"})
+    assert cache_layout.repairs(tmp_path, "o/r") == []
+
+
 def test_verify_tells_absent_from_broken(tmp_path):
     """Nothing there exits 3; a cache that is there but would fail offline exits 5, with a [FAIL] line and the command that mends it."""
     arguments = ("--only", "wan-diffusers", "--work", tmp_path / "w", "--hub", tmp_path / "hub")
@@ -504,6 +585,8 @@ def test_verify_tells_absent_from_broken(tmp_path):
     broken = run_script(SCRIPT, "verify", *arguments)
     assert broken.returncode == 5 and "[FAIL] wan-diffusers: vae/config.json: dangling link" in broken.stdout
     assert "download --force --only wan-diffusers" in broken.stderr
+    asked = f"huggingface_hub offline, {WAN_DIFFUSERS} at {SHA} in {tmp_path / 'hub'}: "  # C14: the library's own words name none of them
+    assert asked in broken.stdout
 
 
 def test_the_offline_lookup_is_the_librarys_and_stays_offline(hub, tmp_path, monkeypatch):
@@ -548,6 +631,6 @@ def test_help_is_quick_and_shows_the_table(argv):
 
 
 def test_wrong_usage_exits_2():
-    """An unknown asset, a missing command and an abbreviated flag are usage errors."""
-    for argv in (("download", "--only", "nano"), (), ("verify", "--dry")):
+    """An unknown asset, a missing command, an abbreviated flag, and a name without its flag (C13) are usage errors."""
+    for argv in (("download", "--only", "nano"), (), ("verify", "--dry"), ("download", "qwen3-vl")):
         assert run_script(SCRIPT, *argv).returncode == 2
