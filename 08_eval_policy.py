@@ -22,6 +22,7 @@ import io
 import json
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -499,7 +500,7 @@ def picture_frames(pictures) -> "torch.Tensor":  # noqa: F821
     """Mosaics uint8 [B, 256, 512, 3] -> canvas frames uint8 tensor [B, 3, 192, 320]."""
     import torch
 
-    return libero.snap(torch.from_numpy(np.ascontiguousarray(pictures)).permute(0, 3, 1, 2))
+    return libero.snap(torch.from_numpy(np.array(pictures)).permute(0, 3, 1, 2))
 
 
 def peak_memory(device) -> int:
@@ -957,10 +958,11 @@ class Simulator:
         except (OSError, ValueError) as error:
             self.process.wait()
             lines = self.log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+            said = next(
+                (line for line in lines if re.match(r"[\w.]*(Error|Exception):", line)), lines[-1]
+            )  # what follows it is from the tidying up
             mend = f"see {self.log}; without a GPU, Mesa's EGL (libegl1, libgl1-mesa-dri), or MUJOCO_GL=osmesa with libosmesa6"
-            raise Precondition(
-                f"the simulator to answer {request['do']}", f"exit {self.process.returncode}: {lines[-1][:200]}", mend
-            ) from error
+            raise Precondition(f"the simulator to answer {request['do']}", f"exit {self.process.returncode}: {said[:200]}", mend) from error
 
     def __enter__(self):
         return self
@@ -975,8 +977,9 @@ class Simulator:
         self.process.stdout.close()
 
 
-def http(url: str, body: dict | None = None, timeout: float = 300) -> dict:
-    """One JSON request. A server that is busy or restarting is asked again for half a minute. Raises Precondition."""
+def http(url: str, body: dict | None = None, timeout: float = 300, pause: float = 0.25) -> dict:
+    """One JSON request. A server that is busy or restarting is asked again, after `pause` seconds and then twice as
+    long each time. Raises Precondition."""
     import urllib.error
     import urllib.request
 
@@ -994,7 +997,7 @@ def http(url: str, body: dict | None = None, timeout: float = 300) -> dict:
                 detail = error.read().decode(errors="replace")[:200] if known else ""
                 mend = "python 08_eval_policy.py serve --model work/policy/model_diffusers"
                 raise Precondition(f"a policy server at {url}", f"{error} {detail}".strip(), mend) from error
-            time.sleep(2**attempt / 4)
+            time.sleep(2**attempt * pause)
     raise AssertionError("unreachable")
 
 

@@ -99,6 +99,8 @@ def picture(obs: dict) -> np.ndarray:
 
 def main() -> int:
     os.environ.setdefault("MUJOCO_GL", "egl")
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        del os.environ["CUDA_VISIBLE_DEVICES"]  # robosuite reads the number of the rendering GPU from it
     os.environ.setdefault("PYOPENGL_PLATFORM", os.environ["MUJOCO_GL"])
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the simulator prints on import
