@@ -44,6 +44,9 @@ STAGE = "08_eval_policy"
 STEPS, SHIFT, GUIDANCE = 30, 5.0, 1.0  # what cosmos-framework's LIBERO server samples with
 SWEEP = (1, 2, 4, 8, 12, 16, 20, 30, 50)  # denoising steps of the latency table
 RATES, PREFIXES = (10, 15, 20), (4, 8, 16)  # control rates in Hz; actions executed before the next chunk
+EXAMPLE = (
+    "pick up the black bowl between the plate and the ramekin and place it on the plate"  # a task of LIBERO, for timing and warming up
+)
 PROMPTS = 64  # prompts whose keys and values are kept: 21 MB each at Nano size
 TEXT_MULTIPLE = 32  # under CUDA graphs, text is padded to a multiple of this, so that few lengths are captured
 UNITS = {"position": "controller units a frame (1 = 0.05 m)", "rotation": "degrees a frame", "gripper": "share on the right side"}
@@ -78,7 +81,6 @@ def parse_args(argv=None):
                 "--compile", action="store_true", help="torch.compile each layer; on a GPU the whole sampler becomes a CUDA graph"
             )
         sub.add_argument("--seed", type=int, default=0, help="of noise, and of the simulator")
-        sub.add_argument("--force", action="store_true", help="replace earlier results at --out")
         sub.add_argument("--dry-run", action="store_true", help="print the plan and stop")
         sub.add_argument("--json", type=Path, help="write the result as JSON to this file")
         return sub
@@ -89,6 +91,7 @@ def parse_args(argv=None):
     one.add_argument("--stride", type=int, default=LIBERO.chunk, help="frames between the windows of an episode")
     one.add_argument("--batch", type=int, default=16, help="windows a forward")
     one.add_argument("--out", type=Path, default=Path("work/eval/openloop"), help="folder for openloop.json and traces.png")
+    one.add_argument("--force", action="store_true", help="replace earlier results at --out")
 
     one = command("latency", "Time, memory, and with --data smoothness and error, of a chunk for each number of denoising steps.")
     one.add_argument("--sweep", type=int, nargs="+", default=list(SWEEP), metavar="N", help="numbers of denoising steps")
@@ -121,12 +124,15 @@ def parse_args(argv=None):
     one.add_argument("--envs", type=int, default=1, help="simulators at a time, a process each; their requests share the server's batches")
     one.add_argument("--videos", type=int, default=1, help="trials of each task to keep as mp4")
     one.add_argument("--out", type=Path, default=Path("work/eval/closedloop"), help="folder of results; finished episodes there are kept")
+    one.add_argument("--force", action="store_true", help="replace earlier results at --out; with --setup-sim, SIM")
 
     args = parser.parse_args(argv)
     counts = ("num_steps", "stride", "batch", "repeats", "windows", "max_batch", "max_waiting", "max_body", "trials", "envs")
     for name in counts:
         if getattr(args, name, 1) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
+    if args.do == "serve" and args.max_waiting < args.max_batch:
+        parser.error("--max-waiting is at least --max-batch")
     if args.do == "latency" and min(args.sweep) < 1:
         parser.error("--sweep takes numbers from 1 on")
     if args.do == "closedloop" and not 1 <= args.prefix <= LIBERO.chunk:
@@ -496,7 +502,7 @@ def draw_traces(traces: dict, file: Path) -> None:
 # ---------------------------------------------------------------- latency
 
 
-def picture_frames(pictures) -> "torch.Tensor":  # noqa: F821
+def picture_frames(pictures):
     """Mosaics uint8 [B, 256, 512, 3] -> canvas frames uint8 tensor [B, 3, 192, 320]."""
     import torch
 
@@ -558,8 +564,6 @@ def latency(args) -> dict | None:
     console.plan("sweep", f"{', '.join(map(str, args.sweep))} steps, {args.repeats} chunks each, one observation at a time")
     roots = find_suites(args.data, None) if args.data else []
     console.plan("smoothness, error", f"{args.windows} held-out windows of {len(roots)} suites" if roots else "not measured without --data")
-    if args.json and args.json.exists() and not args.force:
-        raise OutputExists("no file at --json", f"{args.json} exists", "pass --force, or another name")
     if args.dry_run:
         return None
     import torch
@@ -568,7 +572,7 @@ def latency(args) -> dict | None:
     policy = Policy(args, record, stats)
     rng = np.random.default_rng(args.seed)
     pictures = rng.integers(0, 256, (8, 1, LIBERO.camera_size, LIBERO.camera_size * len(LIBERO.cameras), 3), np.uint8)
-    text = prompt_of("pick up the black bowl between the plate and the ramekin and place it on the plate", args.prompt)
+    text = prompt_of(EXAMPLE, args.prompt)
 
     def clock(call, count: int) -> list[float]:
         """Seconds of each call, the device's work included."""
@@ -853,7 +857,7 @@ def serve(args) -> dict | None:
     # The first request should not pay for what happens once: compilation, graphs, the kernels' own set-up.
     size = (args.max_batch if args.compile else 1, LIBERO.camera_size, LIBERO.camera_size * len(LIBERO.cameras), 3)
     for n in range(1, size[0] + 1):
-        policy.act(picture_frames(np.zeros((n, *size[1:]), np.uint8)), [prompt_of("warm up", args.prompt)] * n, [0] * n)
+        policy.act(picture_frames(np.zeros((n, *size[1:]), np.uint8)), [prompt_of(EXAMPLE, args.prompt)] * n, [0] * n)
     return asyncio.run(run_server(args, *build_app(args, policy, server_info(args, record, stats))))
 
 
@@ -977,7 +981,7 @@ class Simulator:
         self.process.stdout.close()
 
 
-def http(url: str, body: dict | None = None, timeout: float = 300, pause: float = 0.25) -> dict:
+def http(url: str, body: dict | None = None, timeout: float = 300, pause: float = 1.0) -> dict:
     """One JSON request. A server that is busy or restarting is asked again, after `pause` seconds and then twice as
     long each time. Raises Precondition."""
     import urllib.error
@@ -1181,7 +1185,7 @@ def closedloop(args) -> dict | None:
         known = {s: sim.ask(do="tasks", suite=s)[0] for s in args.suites}
     settings = {
         "policy": args.policy,
-        "server": info,
+        "server": info and {k: v for k, v in info.items() if k != "max_batch"},  # how many share a forward may differ when a run goes on
         "stats": quantile.load_stats(args.stats, LIBERO.stats_block).sha256 if args.policy == "replay" else None,
         "data": str(args.data.resolve()) if args.policy == "replay" else None,
         **{k: getattr(args, k) for k in ("prefix", "seed")},
@@ -1189,6 +1193,7 @@ def closedloop(args) -> dict | None:
         "max_steps": libero_sim.MAX_STEPS,
         "versions": known[args.suites[0]]["versions"],
     }
+    jobs = closedloop_jobs(args, known)
     earlier = console.read_json(args.out / "settings.json")
     if earlier != settings or args.force:
         if earlier is not None and not args.force:
@@ -1202,10 +1207,11 @@ def closedloop(args) -> dict | None:
         shutil.rmtree(args.out, ignore_errors=True)
         console.write_json(args.out / "settings.json", settings)
     (args.out / "videos").mkdir(exist_ok=True)
-    jobs = closedloop_jobs(args, known)
     finished = read_episodes(args.out / "episodes.jsonl")
     wanted = {(j["suite"], j["task"], j["trial"]) for j in jobs}
-    (args.out / "episodes.jsonl").write_text("".join(json.dumps(e) + "\n" for e in finished.values()))
+    rewritten = args.out / "episodes.jsonl.tmp"
+    rewritten.write_text("".join(json.dumps(e) + "\n" for e in finished.values()))
+    os.replace(rewritten, args.out / "episodes.jsonl")
     todo = queue.SimpleQueue()
     for job in jobs:
         if (job["suite"], job["task"], job["trial"]) not in finished:
@@ -1257,8 +1263,13 @@ def run_jobs(args, todo: queue.SimpleQueue, finished: dict) -> None:
     threads = [threading.Thread(target=work, args=(i,)) for i in range(min(args.envs, todo.qsize()))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt as error:
+        failures.append(error)
+        for thread in threads:
+            thread.join()
     if failures:
         raise failures[0]
 

@@ -517,10 +517,11 @@ def test_standing_still_that_succeeds_is_exit_5(loop, monkeypatch):
         loop("--policy", "zero", "--force")
 
 
-def test_replay_of_another_benchmark_is_refused(loop):
-    """A recording whose task the simulator's suite does not have is exit 3 and names it."""
+def test_replay_of_another_benchmark_is_refused(loop, tmp_path):
+    """A recording whose task the simulator's suite does not have is exit 3, names it, and nothing is written."""
     with pytest.raises(Precondition, match="a task of libero_spatial"):
         loop("--policy", "replay", "--data", DEMO)
+    assert not (tmp_path / "out").exists()
 
 
 SIM = Path(os.environ.get("LIBERO_SIM", REPO / "work/sim"))
