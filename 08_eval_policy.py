@@ -115,6 +115,7 @@ def parse_args(argv=None):
     one.add_argument("--python", default="python3.11", help="interpreter for --setup-sim")
     one.add_argument("--policy", choices=("server", "replay", "zero"), default="server", help="who acts")
     one.add_argument("--server", default="http://127.0.0.1:8000", help="address of `serve`, or of cosmos-framework's LIBERO server")
+    one.add_argument("--wait", type=float, default=300.0, help="seconds that a server has to come up")
     one.add_argument("--data", type=Path, default=Path("tests/data/libero_demo"), help="folder of suites to replay")
     one.add_argument("--stats", type=Path, default=LIBERO.stats_path, help="action stats that --policy replay goes through")
     one.add_argument("--suites", nargs="+", default=list(LIBERO.suites), choices=sorted(libero_sim.MAX_STEPS), help="suites to run")
@@ -981,28 +982,29 @@ class Simulator:
         self.process.stdout.close()
 
 
-def http(url: str, body: dict | None = None, timeout: float = 300, pause: float = 1.0) -> dict:
-    """One JSON request. A server that is busy or restarting is asked again, after `pause` seconds and then twice as
-    long each time. Raises Precondition."""
+def ask_server(url: str, body: dict | None = None, patience: float = 30.0) -> dict:
+    """One JSON request. A server that is away or busy is asked again for `patience` seconds. Raises Precondition."""
     import urllib.error
     import urllib.request
+    from http.client import HTTPException
 
-    data = None if body is None else json.dumps(body).encode()
-    for attempt in range(6):
+    data, end = None if body is None else json.dumps(body).encode(), time.monotonic() + patience
+    while True:
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=timeout) as answer:
+            request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 found = json.loads(answer.read())
-                if not isinstance(found, dict) or found.get("error"):
-                    raise Precondition(f"an answer from {url}", str(found)[:200], "see the server's log")
-                return found
-        except (OSError, ValueError) as error:
-            known = isinstance(error, urllib.error.HTTPError)
-            if attempt == 5 or (known and error.code != 503):
-                detail = error.read().decode(errors="replace")[:200] if known else ""
+            break
+        except (OSError, ValueError, HTTPException) as error:
+            answered = isinstance(error, urllib.error.HTTPError)
+            if time.monotonic() >= end or (answered and error.code != 503):
+                detail = error.read().decode(errors="replace")[:200] if answered else ""
                 mend = "python 08_eval_policy.py serve --model work/policy/model_diffusers"
                 raise Precondition(f"a policy server at {url}", f"{error} {detail}".strip(), mend) from error
-            time.sleep(2**attempt * pause)
-    raise AssertionError("unreachable")
+            time.sleep(1)
+    if not isinstance(found, dict) or found.get("error"):  # cosmos-framework's server answers 200 with an error in it
+        raise Precondition(f"an answer from {url}", str(found)[:200], "see the server's log")
+    return found
 
 
 def served_actions(server: str, picture: np.ndarray, task: str) -> np.ndarray:
@@ -1017,7 +1019,7 @@ def served_actions(server: str, picture: np.ndarray, task: str) -> np.ndarray:
         "domain_name": LIBERO.name,
         "image_size": LIBERO.camera_size,
     }
-    action = np.array(http(f"{server}/predict", request).get("action"), np.float64)
+    action = np.array(ask_server(f"{server}/predict", request).get("action"), np.float64)
     if action.ndim != 2 or action.shape[1] < LIBERO.raw_action_dim or not np.isfinite(action).all():
         raise Precondition(f"actions [16, {LIBERO.raw_action_dim}] from {server}", f"shape {action.shape}", "serve a LIBERO policy")
     return to_env(action[:, : LIBERO.raw_action_dim])
@@ -1180,7 +1182,7 @@ def closedloop(args) -> dict | None:
         return None
     if args.policy == "replay":
         find_suites(args.data, args.suites)
-    info = http(f"{args.server}/info") if args.policy == "server" else None
+    info = ask_server(f"{args.server}/info", patience=args.wait) if args.policy == "server" else None
     with tempfile.TemporaryDirectory() as scratch, Simulator(args.sim, Path(scratch) / "sim.log") as sim:
         known = {s: sim.ask(do="tasks", suite=s)[0] for s in args.suites}
     settings = {

@@ -440,7 +440,7 @@ def test_served_actions_are_the_policys(policy):
     direct = one.act(stage.picture_frames(picture), [stage.prompt_of("open the drawer", "trained")], [0])[0]
     np.testing.assert_allclose(found, stage.to_env(direct), rtol=0, atol=1e-4)
     with pytest.raises(Precondition, match="a policy server"):
-        stage.http("http://127.0.0.1:9/info", pause=0)
+        stage.ask_server("http://127.0.0.1:9/info", patience=0)
 
 
 @pytest.fixture
@@ -453,7 +453,7 @@ def loop(tmp_path, monkeypatch):
     right = np.tile([0.5, 0, 0, 0, 0, 0, -1.0], (16, 1))
     left = right * [-1, 1, 1, 1, 1, 1, 1]
     monkeypatch.setattr(stage, "served_actions", lambda server, picture, task: right if task == "go right" else left)
-    monkeypatch.setattr(stage, "http", lambda url: {"stats_sha256": "1"})
+    monkeypatch.setattr(stage, "ask_server", lambda url, patience: {"stats_sha256": "1"})
     argv = [
         "closedloop",
         "--sim",
