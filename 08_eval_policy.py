@@ -132,6 +132,8 @@ def parse_args(argv=None):
     for name in counts:
         if getattr(args, name, 1) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
+    if args.seed < 0:
+        parser.error("--seed is at least 0")
     if args.do == "serve" and args.max_waiting < args.max_batch:
         parser.error("--max-waiting is at least --max-batch")
     if args.do == "latency" and min(args.sweep) < 1:
@@ -318,6 +320,8 @@ class Policy:
 
 def plan_policy(args, policy: dict, stats) -> None:
     console.plan("policy", f"{args.model}, weights {policy.get('weights', '?')}, stats {stats.sha256[:12]}")
+    if "assumed" in policy:
+        console.warn("recipe", policy["assumed"])
     guidance = "none" if args.guidance == 1 else f"{args.guidance:g}"
     console.plan(
         "sampler",
@@ -719,7 +723,6 @@ class Batcher:
             try:
                 actions = await asyncio.get_running_loop().run_in_executor(self.thread, self.forward, [item for item, _ in batch])
             except Exception as error:
-                console.warn("forward", f"{type(error).__name__}: {error}")
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)
@@ -735,7 +738,7 @@ class Batcher:
         return self.policy.act(frames, [prompt_of(task, self.variant) for _, task, _ in items], [number for *_, number in items])
 
 
-def server_info(args, record: dict, stats) -> dict:
+def server_info(args, record: dict, policy: Policy) -> dict:
     """What the policy expects and gives; the first block has the names of cosmos-framework's /info."""
     return {
         "run_name": record.get("source", {}).get("path", ""),
@@ -745,9 +748,9 @@ def server_info(args, record: dict, stats) -> dict:
         "fps": LIBERO.fps,
         "seed": args.seed,
         "action_chunk_size": LIBERO.chunk,
-        "max_action_dim": 64,
+        "max_action_dim": policy.tower.config.action_dim,
         "raw_action_dim": LIBERO.raw_action_dim,
-        "action_stats_path": str(stats.path),
+        "action_stats_path": str(policy.stats.path),
         "image": {
             "cameras": list(LIBERO.cameras),
             "order": "left to right in one picture",
@@ -758,14 +761,14 @@ def server_info(args, record: dict, stats) -> dict:
         "prompt": {"variant": args.prompt, "example": prompt_of("TASK", args.prompt)},
         "action": {
             "channels": list(LIBERO.encoded),
-            "units": "position and rotation steps of the controller, 1 = 0.05 m or, as axis-angle, 0.5 rad; gripper 1 open, 0 closed",
+            "units": "steps of the controller: position, 1 = 0.05 m; rotation as the first two columns of its matrix, 1 of its axis-angle = 0.5 rad; gripper 1 open, 0 closed",
         },
         "env_action": {
             "channels": [n for n, _, _ in LIBERO.action_range],
             "units": "what the simulator's step takes; gripper -1 open, +1 closed",
         },
         "shift": args.shift,
-        "stats_sha256": stats.sha256,
+        "stats_sha256": policy.stats.sha256,
         "weights": record.get("weights"),
         "video": False,
         "max_batch": args.max_batch,
@@ -792,6 +795,7 @@ def build_app(args, policy: Policy, info: dict):
         except TimeoutError:
             return web.json_response({"error": f"expected the whole request within {args.body_timeout:g} s"}, status=408)
         except Exception as error:
+            console.warn(request.path, f"{type(error).__name__}: {error}")
             return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
 
     async def read(request, parse):
@@ -859,7 +863,7 @@ def serve(args) -> dict | None:
     size = (args.max_batch if args.compile else 1, LIBERO.camera_size, LIBERO.camera_size * len(LIBERO.cameras), 3)
     for n in range(1, size[0] + 1):
         policy.act(picture_frames(np.zeros((n, *size[1:]), np.uint8)), [prompt_of(EXAMPLE, args.prompt)] * n, [0] * n)
-    return asyncio.run(run_server(args, *build_app(args, policy, server_info(args, record, stats))))
+    return asyncio.run(run_server(args, *build_app(args, policy, server_info(args, record, policy))))
 
 
 async def run_server(args, app, batcher) -> dict:

@@ -84,7 +84,8 @@ def policy(walk):
     args = stage.parse_args(["serve", "--model", str(walk / POLICY), "--dtype", "float32", "--num-steps", "4", "--max-batch", "4"])
     record, stats = stage.read_policy(walk / POLICY)
     torch.manual_seed(0)
-    return args, stage.Policy(args, record, stats), stage.server_info(args, record, stats)
+    one = stage.Policy(args, record, stats)
+    return args, one, stage.server_info(args, record, one)
 
 
 def pictures(count: int, seed: int = 0) -> np.ndarray:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO), str(REPO / "tests")]
+sys.path.insert(0, str(REPO))
 
 WAN22 = {"base_dim": 160, "num_res_blocks": 2, "decoder_base_dim": 8}  # the decoder is not used here and stays small
 
@@ -56,13 +56,16 @@ def make_policy(base: Path, real_vae: bool) -> None:
 def stock_loop(stage, base: Path, device, picture, text: str):
     """A chunk as stock diffusers' pipeline makes it, the index tensors made once: function of the number of steps -> normalized actions [16, 10]."""
     import torch
-    from diffusers import AutoencoderKLWan, Cosmos3OmniTransformer, UniPCMultistepScheduler
-    from stock import stock_inputs
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler
 
-    from common import cosmos3, libero, wan_vae
+    from common import cosmos3, libero, wan_vae, weights
     from common.libero import LIBERO
+    from common.stock import stock_inputs
 
-    model = Cosmos3OmniTransformer.from_pretrained(base / "transformer", torch_dtype=torch.bfloat16).to(device).eval()
+    source = weights.open_source(base)
+    model = cosmos3.build_transformer(weights.read_config(source)).to(torch.bfloat16)
+    model.time_embedder.float()  # as from_pretrained keeps it
+    weights.load_module(cosmos3.materialize(model, device), source)
     vae = AutoencoderKLWan.from_pretrained(base / "vae", torch_dtype=torch.bfloat16).to(device)
     mean, inv_std = (
         torch.tensor(v, device=device).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, [1 / s for s in vae.config.latents_std])
