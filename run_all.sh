@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole way: machine check, models, base, data, training, conversion, curves. One [done] line a stage; stops at the first that fails.
+# The whole way: machine check, models, base, data, training, conversion, curves, error on held-out episodes. One [done] line a stage; stops at the first that fails.
 #
 #   ./run_all.sh --tiny                     on a CPU, minutes: a random-weight Cosmos3 on 12 demonstration episodes of this repository
 #   ./run_all.sh --gpus 8                   the real recipe, in work/
@@ -61,3 +61,4 @@ fi
     --micro-batch "$MICRO" --lr "$LR" --warmup "$WARMUP" --save-every "$SAVE" --ema "$EMA" "$@"
 "$PY" "$HERE/06_convert_ckpt.py" --src "$RUN/checkpoints/global_step_$STEPS" --base "$BASE" --out "$OUT" --weights "$WEIGHTS"
 "$PY" "$HERE/07_read_tb.py" "$RUN" --plot "$RUN/curves.png" --csv "$RUN/scalars.csv" --force
+"$PY" "$HERE/08_eval_policy.py" openloop --model "$OUT" --data "$DATA" --out "$WORK/eval/openloop"

@@ -11,6 +11,7 @@ Training semantics: a flow x_t = (1 - s) x_0 + s eps with target v = eps - x_0; 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -150,11 +151,11 @@ def gen_positions(
     15140.3 is 15168.
     """
     frames, rows, columns = grid
-    t = torch.arange(frames, dtype=torch.float64) * (TEMPORAL / fps) * (base_fps / TEMPORAL)
-    vision = torch.cartesian_prod(t, torch.arange(rows, dtype=torch.float64), torch.arange(columns, dtype=torch.float64)).T
-    action = torch.zeros(3, actions, dtype=torch.float64)
-    action[0] = (torch.arange(actions, dtype=torch.float64) + 1) / fps * (base_fps / TEMPORAL)
-    position = torch.cat([vision, action], 1).to(und_len.device)[:, None].repeat(1, len(und_len), 1)
+    t, row, column, chunk = (torch.arange(n, dtype=torch.float64, device=und_len.device) for n in (frames, rows, columns, actions))
+    vision = torch.cartesian_prod(t * (TEMPORAL / fps) * (base_fps / TEMPORAL), row, column).T
+    time = (chunk + 1) / fps * (base_fps / TEMPORAL)
+    action = torch.stack([time, torch.zeros_like(time), torch.zeros_like(time)])
+    position = torch.cat([vision, action], 1)[:, None].repeat(1, len(und_len), 1)
     position[0] += (und_len + margin)[:, None]
     return position.float()
 
@@ -323,6 +324,29 @@ def flow_loss(
 # ---------------------------------------------------------------- sampling
 
 
+@lru_cache
+def solver_table(steps: int, shift: float, device) -> tuple[tuple[float, ...], Tensor]:
+    """UniPC on the flow's own schedule as a table: (sigma that the network sees at each step, weights float32 [steps, steps + 1] on `device`).
+
+    Row i gives x after step i as a sum over x at the start and the velocities of steps 0..i. diffusers' scheduler is linear in both, so it
+    is run once, in float64, on one unit vector for each. Sampling then needs no scheduler, waits for no device, and can be a CUDA graph.
+    Its sigmas go from 0.999 down to 0, evenly, then shifted; the network sees the sigma of the whole timestep below (0..999), as in the
+    reference server.
+    """
+    from diffusers import UniPCMultistepScheduler
+
+    solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+    train_steps = solver.config.num_train_timesteps
+    solver.set_timesteps(sigmas=np.linspace(1 - 1 / train_steps, 0, steps + 1)[:-1])
+    solver.set_begin_index(0)  # else it looks each step's timestep up, and two may round to the same one
+    units = torch.eye(steps + 1, dtype=torch.float64)
+    x, rows = units[:1], []
+    for i, t in enumerate(solver.timesteps):
+        x = solver.step(units[i + 1 : i + 2], t, x, return_dict=False)[0]
+        rows.append(x)
+    return tuple(float(t) / train_steps for t in solver.timesteps), torch.cat(rows).float().to(device)
+
+
 @torch.no_grad()
 def sample_policy(
     tower: GenTower,
@@ -335,34 +359,45 @@ def sample_policy(
     fps: float,
     steps: int = SAMPLER_STEPS,
     shift: float = SAMPLER_SHIFT,
+    guidance: float = 1.0,
+    empty: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Denoise the rest of the clip and the action chunk together, given the first latent frame: the policy, without guidance.
+    """Denoise the rest of the clip and the action chunk together, given the first latent frame: the policy.
 
     frame: float32 [B, 48, 1, H, W], clean; vision_noise: float32 [B, 48, T, H, W]; action_noise: float32 [B, n, the robot's own channels]
     prompt: int64 [B], rows of `prompts`; domain and fps as in GenTower.forward
+    guidance: v = v_empty + guidance (v - v_empty), a second pass a step with row `empty` of `prompts`, the dropped prompt; 1.0: no second pass
     -> latents float32 [B, 48, T, H, W] and normalized actions, shaped like their noise
 
-    UniPC on the flow's own schedule: sigmas from 0.999 down to 0, evenly, then shifted; the solver works in float32 on the exact sigma,
-    the network sees the sigma of the whole timestep below it (0..999), as in the reference server. The compute dtype is that of `prompts`.
+    The solver works in float32 (see solver_table); the compute dtype is that of `prompts`.
     """
-    from diffusers import UniPCMultistepScheduler
-
+    b, _, t, _, _ = vision_noise.shape
+    sigmas, table = solver_table(steps, shift, vision_noise.device)
     dtype, padding = prompts.k.dtype, (0, tower.config.action_dim - action_noise.shape[2])
-    latents, actions = torch.cat([frame, vision_noise[:, :, 1:]], 2), action_noise
-    clean_frames = torch.zeros(latents.shape[0], latents.shape[2], dtype=torch.bool, device=latents.device)
+    clean_frames = torch.zeros(b, t, dtype=torch.bool, device=vision_noise.device)
     clean_frames[:, 0] = True
-    clean_actions = torch.zeros(actions.shape[:2], dtype=torch.bool, device=actions.device)
-    solvers = []  # a scheduler keeps the history of one tensor
-    for _ in range(2):
-        solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
-        solver.set_timesteps(sigmas=np.linspace(1 - 1 / solver.config.num_train_timesteps, 0, steps + 1)[:-1])
-        solver.set_begin_index(0)  # else it looks each step's timestep up, and two may round to the same one
-        solvers.append(solver)
-    for t in solvers[0].timesteps:
-        sigma = torch.full((latents.shape[0],), float(t) / solvers[0].config.num_train_timesteps, device=latents.device)
-        x, a = latents.to(dtype), F.pad(actions, padding).to(dtype)
-        vision, action = tower(x, a, sigma, prompts, prompt, clean_frames, clean_actions, domain, fps)
-        latents = solvers[0].step(vision.float(), t, latents, return_dict=False)[0]
-        actions = solvers[1].step(action[..., : actions.shape[2]].float(), t, actions, return_dict=False)[0]
-        latents[:, :, :1] = frame  # the solver's sums leave it within rounding; it is given
+    clean_actions = torch.zeros(action_noise.shape[:2], dtype=torch.bool, device=vision_noise.device)
+
+    def velocity(x, a, sigma, prompt):
+        vision, action = tower(x.to(dtype), F.pad(a, padding).to(dtype), sigma, prompts, prompt, clean_frames, clean_actions, domain, fps)
+        return vision.float(), action[..., : a.shape[2]].float()
+
+    latents, actions = torch.cat([frame, vision_noise[:, :, 1:]], 2), action_noise
+    # The start and one velocity a step, of either kind
+    history = [x.new_zeros(steps + 1, *x.shape) for x in (latents, actions)]
+    history[0][0], history[1][0] = latents, actions
+    for i, s in enumerate(sigmas):
+        sigma = torch.full((b,), s, device=latents.device)
+        found = velocity(latents, actions, sigma, prompt)
+        if guidance != 1:
+            found = [
+                e + guidance * (v - e)
+                for v, e in zip(found, velocity(latents, actions, sigma, torch.full_like(prompt, empty)), strict=True)
+            ]
+        for past, v in zip(history, found, strict=True):
+            past[i + 1] = v
+        latents, actions = (
+            (table[i, : i + 2].view(-1, *[1] * v.ndim) * past[: i + 2]).sum(0) for past, v in zip(history, found, strict=True)
+        )
+        latents[:, :, :1] = frame  # the sums leave it within rounding; it is given
     return latents, actions

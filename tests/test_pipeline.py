@@ -25,7 +25,7 @@ POLICY = "policy/model_diffusers"
 LAST = "run/checkpoints/global_step_40"
 
 
-def test_seven_done_lines(walk):
+def test_eight_done_lines(walk):
     """run_all.sh --tiny prints one [done] line a stage, in order, each with what it wrote, and no [FAIL]."""
     lines = (walk / "run_all.log").read_text().splitlines()
     done = [line.split()[1] for line in lines if line.startswith("[done]")]
@@ -37,6 +37,7 @@ def test_seven_done_lines(walk):
         "05_train_fsdp2",
         "06_convert_ckpt",
         "07_read_tb",
+        "08_eval_policy",
     ]
     assert not [line for line in lines if line.startswith("[FAIL]")]
     assert (walk / POLICY / "model_index.json").is_file()
@@ -68,12 +69,12 @@ def run_all(*flags, timeout=120):
 
 
 def test_rerun_leaves_what_is_finished(walk):
-    """A second run over a finished work folder trains and writes nothing, and prints the same seven [done] stages."""
-    watched = [walk / n for n in ("models", "cache", "run/checkpoints", "policy")]
+    """A second run over a finished work folder trains and writes nothing, and prints the same eight [done] stages."""
+    watched = [walk / n for n in ("models", "cache", "run/checkpoints", "policy", "eval")]
     before = [(p, p.stat().st_mtime_ns) for folder in watched for p in sorted(folder.rglob("*"))]
     run = run_all("--tiny", "--work", walk)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count("[done]") == 7 and "[step]" not in run.stdout
+    assert run.stdout.count("[done]") == 8 and "[step]" not in run.stdout
     assert [(p, p.stat().st_mtime_ns) for folder in watched for p in sorted(folder.rglob("*"))] == before
 
 

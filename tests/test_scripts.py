@@ -15,8 +15,8 @@ FIELDS = ("Run", "Reads", "Writes", "Needs", "Fails", "Next")
 
 
 def test_all_stages_are_there():
-    """01 to 07 exist, one file each."""
-    assert [s[:2] for s in SCRIPTS] == [f"{i:02d}" for i in range(1, 8)]
+    """01 to 08 exist, one file each."""
+    assert [s[:2] for s in SCRIPTS] == [f"{i:02d}" for i in range(1, 9)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -88,11 +88,14 @@ def test_dry_runs_change_nothing(walk, tmp_path):
         "05_train_fsdp2.py": ["--base", base, "--cache", walk / "cache", "--out", out, "--global-batch", 8, "--micro-batch", 4],
         "06_convert_ckpt.py": ["--src", walk / "run/checkpoints/global_step_40", "--base", base, "--out", out],
         "07_read_tb.py": [walk / "run", "--csv", out],
+        "08_eval_policy.py": ["openloop", "--model", walk / "policy/model_diffusers", "--data", walk / "data", "--out", out],
     }
     assert sorted(lines) == SCRIPTS
     before = snapshot(walk)
     extra = [["fetch", "--tiny", "--data", out], ["check", "--data", walk / "data"], ["stats", "--data", walk / "data", "--out", out]]
-    for script, argv in [*lines.items(), *(("04_fetch_libero.py", a) for a in extra)]:
+    model = ["--model", walk / "policy/model_diffusers"]
+    evals = [["latency", *model], ["serve", *model], ["closedloop", "--out", out], ["closedloop", "--setup-sim", "--sim", out]]
+    for script, argv in [*lines.items(), *(("04_fetch_libero.py", a) for a in extra), *(("08_eval_policy.py", a) for a in evals)]:
         done = run_script(script, *argv, "--dry-run")
         assert done.returncode == 0 and "[plan]" in done.stdout and "[done]" not in done.stdout, (script, argv, done.stderr)
     assert not out.exists() and snapshot(walk) == before and not list(tmp_path.iterdir())
@@ -134,6 +137,8 @@ def test_wrong_input_is_a_message_and_no_traceback(tmp_path):
         ["05_train_fsdp2.py", "--base", nothing, "--cache", nothing, "--out", tmp_path / "o"],
         ["06_convert_ckpt.py", "--src", nothing, "--base", nothing, "--out", tmp_path / "o"],
         ["07_read_tb.py", nothing],
+        ["08_eval_policy.py", "openloop", "--model", nothing, "--out", tmp_path / "o"],
+        ["08_eval_policy.py", "closedloop", "--policy", "zero", "--sim", nothing, "--out", tmp_path / "o"],
     ):
         done = run_script(*argv)
         assert done.returncode == 3, (argv, done.stderr)
