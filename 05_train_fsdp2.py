@@ -915,7 +915,7 @@ def fit_micro_batch(tower, stream: Stream, share: int, prompts, fps: float, dtyp
         torch.cuda.reset_peak_memory_stats()
         batch = {k: v.to(device) for k, v in stream.batch(range(size)).items()}
         for last in (False, True) if share > size else (True,):
-            tower.set_requires_gradient_sync(last or dist.get_world_size() == 1)
+            tower.set_requires_gradient_sync(last)
             vision, action = loss_of(tower, batch, prompts, fps, dtype)
             (vision.mean() + action.mean()).backward()
         tower.zero_grad()
