@@ -77,7 +77,7 @@ class Need(NamedTuple):
     files: int
 
 
-# train holds the EMA in RAM, and two checkpoints beside what comes before it. convert holds a 5 GB shard twice, and reads and writes a base.
+# train holds the EMA in RAM, and two checkpoints beside what comes before it. convert reads and writes a base, tensor by tensor.
 # eval holds a policy in bf16. rlinf, by its guide: net (27 GB) and net_ema (54 GB) in the RAM of each of 8 ranks at the start; assets of
 # 90 GB, one checkpoint of 196 and its conversion of 230.
 NEEDS = {

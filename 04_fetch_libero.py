@@ -318,7 +318,7 @@ def preview(suite, normalizer, file: Path) -> None:
     frames = libero.episode_frames(suite, episode)[first : first + suite.robot.frames].permute(0, 2, 3, 1).numpy()
     actions = suite.actions[start : start + suite.robot.chunk]
     encoded = suite.robot.encode(actions)
-    prompt = libero.build_prompt(suite.tasks[int(column["task"][i])].split(" | ")[0], int(column["idle"][i]), suite.fps, suite.robot)
+    prompt = libero.build_prompt(suite.wordings(column["task"][i])[0], int(column["idle"][i]), suite.fps, suite.robot)
 
     fig = plt.figure(figsize=(16, 12), constrained_layout=True)
     strip, text, plots = fig.subfigures(3, 1, height_ratios=[6, 1, 4.2])
@@ -417,8 +417,7 @@ def prompt_table(suites, columns) -> tuple[list[str], list[dict]]:
     for suite, column in zip(suites, columns, strict=True):
         place = {}
         for task, idle in sorted(set(zip(column["task"].tolist(), column["idle"].tolist(), strict=True))):
-            wordings = [w.strip() for w in suite.tasks[task].split(" | ")]
-            prompts = tuple(libero.build_prompt(w, idle, suite.fps, suite.robot) for w in wordings)
+            prompts = tuple(libero.build_prompt(w, idle, suite.fps, suite.robot) for w in suite.wordings(task))
             if prompts not in first:
                 first[prompts] = len(texts)
                 texts += prompts
@@ -701,13 +700,14 @@ def encode_windows(args, p: dict, rank: int, world: int) -> None:
                         "check the base's vae/, then encode again",
                     )
                 latents[good] = found.view(torch.uint16).numpy()
+            data = latents.tobytes()
             if len(rows):
                 with open(part / suite.name / "latents.bin", "r+b") as f:
                     f.seek(latents[0].nbytes * int(rows[0]))
-                    f.write(latents.tobytes())
+                    f.write(data)
                     f.flush()
                     os.fsync(f.fileno())
-            entries[suite.name, episode] = entry | {"sha256": hashlib.sha256(latents.tobytes()).hexdigest()}
+            entries[suite.name, episode] = entry | {"sha256": hashlib.sha256(data).hexdigest()}
             log.write(json.dumps(entries[suite.name, episode]) + "\n")
             log.flush()
             os.fsync(log.fileno())

@@ -365,10 +365,7 @@ def predict_windows(policy: Policy, suite, variant: str, frames, first: int, sta
     parts = []
     for i in range(0, len(starts), batch):
         part = starts[i : i + batch]
-        texts = [
-            prompt_of(suite.tasks[int(suite.task[s])].split(" | ")[0], variant, int(n))
-            for s, n in zip(part, idle[i : i + batch], strict=True)
-        ]
+        texts = [prompt_of(suite.wordings(suite.task[s])[0], variant, int(n)) for s, n in zip(part, idle[i : i + batch], strict=True)]
         parts.append(policy.act(frames[part - first], texts, list(range(number + i, number + i + len(part)))))
     return np.concatenate(parts)
 
@@ -428,7 +425,7 @@ def openloop(args) -> dict | None:
             number += len(starts)
             predicted.append(found)
             actual.append(LIBERO.encode(suite.actions[starts[:, None] + np.arange(LIBERO.chunk)].astype(np.float64)))
-            tasks += [f"{suite.name}: {suite.tasks[int(suite.task[s])].split(' | ')[0]}" for s in starts]
+            tasks += [f"{suite.name}: {suite.wordings(suite.task[s])[0]}" for s in starts]
             traces.setdefault(suite.name, (tasks[-1], suite.actions[first : suite.start[episode + 1]], starts - first, decode(found)))
     predicted, actual, tasks = np.concatenate(predicted), np.concatenate(actual), np.array(tasks)
     zero = LIBERO.encode(np.zeros(LIBERO.action_dim))
@@ -556,7 +553,7 @@ def latency_windows(args) -> list[tuple]:
         for i in np.unique(np.linspace(0, len(places) - 1, each).round().astype(int)) if places else []:
             e, s, n = places[i]
             frames = libero.episode_frames(suite, e)[s - suite.start[e] + offsets]
-            text = prompt_of(suite.tasks[int(suite.task[s])].split(" | ")[0], args.prompt, n)
+            text = prompt_of(suite.wordings(suite.task[s])[0], args.prompt, n)
             found.append((frames, text, LIBERO.encode(suite.actions[s : s + LIBERO.chunk].astype(np.float64))))
     if not found:
         raise Precondition("held-out episodes of more than 48 frames", f"none in {args.data}", "leave --data out")
@@ -1040,7 +1037,7 @@ class Recording:
 
     def __init__(self, suite, episode: int, stats):
         rows = slice(suite.start[episode], suite.start[episode + 1])
-        self.episode, self.task = episode, suite.tasks[int(suite.task[rows][0])].split(" | ")[0]
+        self.episode, self.task = episode, suite.wordings(suite.task[rows][0])[0]
         self.actions = through_codec(suite.actions[rows], stats)
         self.frame = libero.episode_frames(suite, episode)[0]
 

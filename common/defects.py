@@ -112,7 +112,8 @@ def _files(root: Path, add) -> set[str]:
             head = f.read(HEAD).lstrip()
         if file.suffix == ".incomplete":
             add(Defect(name, "left over from a download that was cut", "python 04_fetch_libero.py fetch, or delete it", note=True))
-        elif not head:
+            continue
+        if not head:
             what = "empty"
         elif head.startswith(b"version https://git-lfs"):
             what = "a Git LFS pointer, not the file"
@@ -122,9 +123,8 @@ def _files(root: Path, add) -> set[str]:
             what = "not a parquet file"
         else:
             continue
-        if file.suffix != ".incomplete":
-            broken.add(name)
-            add(Defect(name, what, FETCH))
+        broken.add(name)
+        add(Defect(name, what, FETCH))
     return broken
 
 

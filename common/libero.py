@@ -269,6 +269,10 @@ class Suite:
     data_path: str
     video_path: str
 
+    def wordings(self, task: int) -> list[str]:
+        """A task's texts: several stand in one string, joined by " | "."""
+        return [text.strip() for text in self.tasks[int(task)].split(" | ")]
+
 
 def read_table(file: Path, columns: list[str] | None = None, filters=None):
     """One parquet file as a pyarrow table; columns and filters as pyarrow takes them. Raises Precondition naming the file and what is wrong with it."""

@@ -1,6 +1,5 @@
 """Shared test set-up: offline always, scripts loaded by file name, one tiny pipeline run for the whole session."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ os.environ.update(
 )
 
 import pytest
+from bench.shared import load_script
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
@@ -25,13 +25,10 @@ settings.register_profile("fuzz", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def load_script(name: str):
-    """Import a numbered script ("07_read_tb") as a module; its name starts with a digit, so `import` cannot."""
-    spec = importlib.util.spec_from_file_location("stage_" + name.replace(".", "_"), REPO / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def call_script(name: str, *argv) -> int:
+    """Run a numbered script in this process as its guard runs it: its exit code, with a StageError told on stderr."""
+    stage = load_script(name)
+    return stage.console.run_stage(name, lambda: stage.main([str(a) for a in argv]))
 
 
 def run_script(*argv, env=None, timeout=300, cwd=REPO, launcher=None) -> subprocess.CompletedProcess:

@@ -1,9 +1,7 @@
 """common/budget.py: what a run will take, against what runs took.    Run: ./run_tests.sh tests/test_budget.py"""
 
-import importlib.util
-
 import pytest
-from conftest import REPO
+from bench import activations
 
 from common import budget, keys
 
@@ -33,10 +31,7 @@ def test_estimate_meets_the_measured_peaks(ranks, micro, recompute, rows, ema, m
 
 def test_what_an_eager_layer_keeps_is_counted():
     """The eager constant is what autograd saves for one layer of Nano's proportions, to a percent (the compiled one: the same bench, by hand)."""
-    spec = importlib.util.spec_from_file_location("activations", REPO / "tests/bench/activations.py")
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    assert bench.kept_rows(False) == pytest.approx(budget.KEPT_EAGER, rel=0.01)
+    assert activations.kept_rows(False) == pytest.approx(budget.KEPT_EAGER, rel=0.01)
 
 
 def test_state_by_hand():

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import REPO, load_script, run_script
+from conftest import REPO, call_script, load_script, run_script
 from hub import COMMIT, imitation
 
 from common import defects, libero, quantile
@@ -31,7 +31,7 @@ def root(tmp_path):
 
 
 def run04(*argv) -> int:
-    return load_script("04_fetch_libero").console.run_stage("04", lambda: load_script("04_fetch_libero").main([str(a) for a in argv]))
+    return call_script("04_fetch_libero", *argv)
 
 
 def set_info(root, **changes):

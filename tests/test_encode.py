@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import REPO, load_script, run_script
+from conftest import REPO, call_script, load_script, run_script
 
 from common import libero
 from common.libero import LIBERO
@@ -18,8 +18,7 @@ DEMO = REPO / "tests/data/libero_demo"
 
 
 def run04(*argv) -> int:
-    stage = load_script("04_fetch_libero")
-    return stage.console.run_stage("04", lambda: stage.main([str(a) for a in argv]))
+    return call_script("04_fetch_libero", *argv)
 
 
 def tree(folder: Path) -> dict[str, str]:

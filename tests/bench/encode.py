@@ -8,7 +8,6 @@ The per-window way opens the video and decodes 17 frames of both cameras to floa
 """
 
 import argparse
-import importlib.util
 import sys
 import tempfile
 import time
@@ -19,16 +18,7 @@ import numpy as np
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
-
-# Wan2.2's encoder; the decoder is not used here and stays small.
-WAN22 = {"base_dim": 160, "num_res_blocks": 2, "decoder_base_dim": 8}
-
-
-def stage_04():
-    spec = importlib.util.spec_from_file_location("stage_04", REPO / "04_fetch_libero.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from shared import WAN22, load_script, matrix_rate
 
 
 def per_window(suite, vae, episode: int, first: int):
@@ -56,7 +46,7 @@ def on_cpu(windows: int) -> None:
 
     from common import console, libero, tiny
 
-    stage, data = stage_04(), REPO / "tests/data/libero_demo"
+    stage, data = load_script("04_fetch_libero"), REPO / "tests/data/libero_demo"
     with tempfile.TemporaryDirectory() as tmp, torch.no_grad():
         base = Path(tmp) / "base"
         tiny.write_cosmos3_nano(base)
@@ -103,7 +93,7 @@ def on_gpu(seconds: float) -> None:
 
     from common import console, tiny, wan_vae
 
-    stage, device = stage_04(), torch.device("cuda")
+    stage, device = load_script("04_fetch_libero"), torch.device("cuda")
 
     def rate(call, count: int) -> float:
         """Things a second, of calls that each do `count`, after two of warm-up."""
@@ -117,8 +107,7 @@ def on_gpu(seconds: float) -> None:
             calls += 1
         return count * calls / (time.perf_counter() - start)
 
-    a, b = torch.randn(2, 8192, 8192, device=device, dtype=torch.bfloat16)
-    matrix = 2 * 8192**3 * rate(lambda: a @ b, 1)
+    matrix = matrix_rate()
     console.ok("matmul", f"{matrix / 1e12:.0f} TFLOP/s, 8192 cubed, bf16")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         torch.manual_seed(0)

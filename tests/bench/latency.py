@@ -8,7 +8,6 @@ Needs no lerobot. The base gets a VAE of Wan2.2's size with random weights, a po
 """
 
 import argparse
-import importlib.util
 import shutil
 import sys
 import time
@@ -19,15 +18,7 @@ import numpy as np
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
-
-WAN22 = {"base_dim": 160, "num_res_blocks": 2, "decoder_base_dim": 8}  # the decoder is not used here and stays small
-
-
-def stage_08():
-    spec = importlib.util.spec_from_file_location("stage_08", REPO / "08_eval_policy.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from shared import WAN22, load_script
 
 
 def make_policy(base: Path, real_vae: bool) -> None:
@@ -116,7 +107,7 @@ def main() -> int:
 
     from common import console
 
-    stage = stage_08()
+    stage = load_script("08_eval_policy")
     make_policy(args.base, not args.tiny_vae)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record, stats = stage.read_policy(args.base)

@@ -9,25 +9,21 @@ Fails   exit 5 if a row differs by more than 10 %
 import argparse
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+from shared import train_command
+
 ROWS = ("32/1/host/compile", "8/2/host/compile", "16/0/host/compile", "16/1/off/eager", "8/4/off/eager")
 
 
 def measure(work: Path, gpus: int, row: str) -> tuple[float, float]:
     """(planned, measured) GiB of one run of two steps, two micro-batches each."""
     micro, recompute, ema, how = row.split("/")
-    launch = (
-        [sys.executable] if gpus == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    )
     with tempfile.TemporaryDirectory() as out:
         flags = f"--micro-batch {micro} --global-batch {2 * int(micro) * gpus} --grad-checkpoint {recompute} --ema {ema}"
-        flags += f" --steps 2 --save-every 0 --val-every 0{' --compile' if how == 'compile' else ''}"
-        command = [*launch, str(REPO / "05_train_fsdp2.py"), "--base", str(work / "Cosmos3-Nano"), "--cache", str(work / "cache")]
-        run = subprocess.run([*command, "--out", f"{out}/run", *flags.split()], capture_output=True, text=True, check=False)
+        flags += f" --steps 2{' --compile' if how == 'compile' else ''}"
+        run = subprocess.run([*train_command(work, gpus, f"{out}/run"), *flags.split()], capture_output=True, text=True, check=False)
     planned = re.search(r"^\[plan\] memory: .* ([\d.]+) (GiB|MiB) in all$", run.stdout, re.M)
     peaks = [float(x) for x in re.findall(r"^\[step\] .* peak_gib:([\d.]+)", run.stdout, re.M)]
     if run.returncode or not planned or not peaks:

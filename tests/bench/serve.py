@@ -6,7 +6,6 @@ Prints  requests/s, p50 and p95 of a request, forwards, and counts of wrong, los
 
 import argparse
 import base64
-import importlib.util
 import io
 import json
 import signal
@@ -22,16 +21,10 @@ import numpy as np
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
+from shared import load_script
 
 TASKS = ("put the bowl on the plate", "open the middle drawer of the cabinet", "push the plate to the front of the stove")
 BROKEN = (b"{", b"[]", b'{"image": "AAAA", "prompt": "x"}', b'{"prompt": 3}', b"\xff")
-
-
-def stage_08():
-    spec = importlib.util.spec_from_file_location("stage_08", REPO / "08_eval_policy.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def main() -> int:
@@ -46,7 +39,7 @@ def main() -> int:
 
     from common import console
 
-    stage, rng = stage_08(), np.random.default_rng(0)
+    stage, rng = load_script("08_eval_policy"), np.random.default_rng(0)
     flags = ["serve", "--model", str(args.model), "--dtype", "float32", "--num-steps", str(args.num_steps), "--port", "0"]
     policy = stage.Policy(stage.parse_args(flags), *stage.read_policy(args.model))
     bodies, direct = [], []

@@ -7,7 +7,6 @@ The prompts' keys and values are computed by stage 04's own code at full width; 
 """
 
 import argparse
-import importlib.util
 import json
 import shutil
 import sys
@@ -18,6 +17,7 @@ import numpy as np
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
+from shared import load_script
 
 from common import console, keys, libero, quantile, tiny, weights
 from common.libero import LIBERO
@@ -62,9 +62,7 @@ def write_cache(folder: Path, base: Path, windows: int, device) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    spec = importlib.util.spec_from_file_location("encode", REPO / "04_fetch_libero.py")
-    encode = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(encode)
+    encode = load_script("04_fetch_libero")
     rng, shape = np.random.default_rng(0), [48, 5, 10, 20]
     texts = ["", *(libero.build_prompt(f"pick up object {i} and place it in the basket on the table", 0, 20.0) for i in range(10))]
     folder.mkdir(parents=True)

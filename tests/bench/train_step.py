@@ -1,7 +1,7 @@
 """The trainer at full Nano width on this machine's GPUs: how fast, and how far from what the chip can do.
 
 Run:    python tests/bench/synthetic.py --layers 36 --windows 400 --out work/synthetic
-        python tests/bench/train_step.py --work work/synthetic --gpus 1 -- --micro-batch 32 --grad-checkpoint 6 --compile
+        python tests/bench/train_step.py --work work/synthetic --gpus 1 -- --micro-batch 32 --compile
 Prints  in one run: the bf16 matrix rate (8192 cubed, random data), the stock diffusers forward and backward one sample at a time, and
         05_train_fsdp2.py itself, launched as a user does with the flags after `--`: samples/s of the steady steps, useful TFLOP/s,
         their share of the matrix rate, peak memory, waiting for data. Then the time of a 2048-sample step and of 5,000 steps on 8 GPUs,
@@ -21,27 +21,11 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
+from shared import load_script, matrix_rate, train_command
 
 NANO_LAYERS = 36
 LINEAR, ATTENTION = 3.695e12, 0.064e12  # FLOP of a sample's forward at 36 layers and 266 generation tokens
-TRAINED = 6_982_401_216
 LINK = 370e9  # bytes/s that a ring reduce-scatter or all-gather moves a GPU over NVLink of 450 GB/s a direction; assumed, not measured
-
-
-def matrix_rate() -> dict:
-    import time
-
-    import torch
-
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for _ in range(5):
-        a @ b
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(50):
-        a @ b
-    torch.cuda.synchronize()
-    return {"matmul": 2 * 8192**3 * 50 / (time.perf_counter() - start)}
 
 
 def stock_loop(base: Path, samples: int) -> dict:
@@ -75,18 +59,14 @@ def stock_loop(base: Path, samples: int) -> dict:
 
 def profile(args) -> None:
     """Where the GPU's time goes in the last step: stage 05 in this process under torch's profiler, kernels summed by what they do."""
-    import importlib.util
-
     from torch.profiler import ProfilerActivity, profile
 
-    spec = importlib.util.spec_from_file_location("stage_05", REPO / "05_train_fsdp2.py")
-    stage = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stage)
+    stage = load_script("05_train_fsdp2")
     shutil.rmtree(args.work / "bench_run", ignore_errors=True)
-    argv = ["--base", str(args.work / "Cosmos3-Nano"), "--cache", str(args.work / "cache"), "--out", str(args.work / "bench_run")]
-    argv += ["--save-every", "0", "--val-every", "0", "--ema", "off", "--steps", str(args.steps), "--global-batch", str(args.global_batch)]
+    command = [*train_command(args.work, 1, args.work / "bench_run"), *trainer_flags(args)]
+    argv = command[command.index("--base") :]
     prof, calls, loss_of = profile(activities=[ProfilerActivity.CUDA]), [], stage.loss_of
-    first = (args.steps - 1) * args.global_batch // stage.parse_args([*argv, *args.flags]).micro_batch
+    first = (args.steps - 1) * args.global_batch // stage.parse_args(argv).micro_batch
 
     def watched(*rest):
         calls.append(0)
@@ -95,7 +75,7 @@ def profile(args) -> None:
         return loss_of(*rest)
 
     stage.loss_of = watched
-    stage.main([*argv, *args.flags])
+    stage.main(argv)
     prof.stop()
     kinds = {
         "matrix products": ("gemm", "nvjet", "cutlass", "cublas"),
@@ -123,12 +103,13 @@ def child(*argv) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def trainer_flags(args) -> list[str]:
+    return ["--ema", "off", "--steps", str(args.steps), "--global-batch", str(args.global_batch), *args.flags]
+
+
 def trainer(args) -> list[dict]:
     """Launch stage 05; -> the figures of its steady [step] lines (the first two, with compilation, are left out)."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
-    script = [str(REPO / "05_train_fsdp2.py"), "--base", str(args.work / "Cosmos3-Nano"), "--cache", str(args.work / "cache")]
-    flags = ["--out", str(args.work / "bench_run"), "--save-every", "0", "--val-every", "0", "--steps", str(args.steps), "--ema", "off"]
-    command = [*(launch if args.gpus > 1 else [sys.executable]), *script, *flags, "--global-batch", str(args.global_batch), *args.flags]
+    command = [*train_command(args.work, args.gpus, args.work / "bench_run"), *trainer_flags(args)]
     shutil.rmtree(args.work / "bench_run", ignore_errors=True)
     steps = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -153,12 +134,12 @@ def main() -> int:
     parser.add_argument("flags", nargs="*", help="after --: flags of 05_train_fsdp2.py; the last of a flag given twice holds")
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(matrix_rate() if args.child == "matmul" else stock_loop(args.work / "Cosmos3-Nano", args.samples)))
+        print(json.dumps({"matmul": matrix_rate()} if args.child == "matmul" else stock_loop(args.work / "Cosmos3-Nano", args.samples)))
         return 0
     if args.profile:
         profile(args)
         return 0
-    from common import console, weights
+    from common import console, keys, weights
 
     layers = weights.read_config(weights.open_source(args.work / "Cosmos3-Nano"))["num_hidden_layers"]
     flop = (3 * LINEAR + 3.5 * ATTENTION) * layers / NANO_LAYERS
@@ -179,7 +160,7 @@ def main() -> int:
     if stock:
         console.ok("ratio", f"{rate / stock:.1f} times the stock loop")
     compute = 2048 / 8 / rate
-    moved = TRAINED * layers / NANO_LAYERS * 7 / 8 / LINK  # seconds per byte of each weight that a ring of eight moves
+    moved = keys.NANO_TRAINED[1] * layers / NANO_LAYERS * 7 / 8 / LINK  # seconds per byte of each weight that a ring of eight moves
     gathers = moved * 2 * 2 * compute * rate / 32  # bf16, forward and backward of each micro-batch of 32
     reduces = moved * 4  # float32, once a step
     low, high = compute, compute + gathers + reduces
