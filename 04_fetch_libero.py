@@ -534,7 +534,8 @@ def plan_encode(args) -> dict:
     if not finished:
         stats_fit(normalizer, suites, columns)
         console.check_output(args.out, args.force, ("manifest.json",), (args.base, args.data, *roots))
-        if part.exists() and console.read_json(part / "manifest.json") != manifest and not args.force:
+        begun = part.is_dir() and {f.name for f in part.iterdir()} - {"manifest.json.tmp"}  # a run killed before its manifest holds no work
+        if begun and console.read_json(part / "manifest.json") != manifest and not args.force:
             raise OutputExists(
                 "an unfinished cache of the same request", f"{part} of another one", "pass --force to start over, or delete it"
             )
@@ -770,9 +771,9 @@ def close(args, p: dict) -> None:
             console.warn("bad frames", f"{len(found)}; bad_frames.json lists them, and their windows are left out")
         shutil.copy(p["normalizer"].path, part / "stats.json")
         (part / "COMPLETE").touch()
-    console.replace_folder(part, args.out)
-    for log in args.out.glob("done*.jsonl"):
+    for log in part.glob("done*.jsonl"):
         log.unlink()
+    console.replace_folder(part, args.out)
 
 
 def everything(args) -> dict:

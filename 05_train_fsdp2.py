@@ -738,7 +738,8 @@ def find_resume(args) -> Path | None:
         return None
     if args.resume == "latest":
         if newest is None:
-            if args.out.exists() and any(args.out.iterdir()) and not (args.out / "args.json").is_file():
+            begun = {"checkpoints", "lock", "run.log", "args.json.tmp"}  # what a run killed while it started may have left
+            if args.out.exists() and not (args.out / "args.json").is_file() and {f.name for f in args.out.iterdir()} - begun:
                 raise Precondition("a run folder at --out", f"{args.out} is something else", "pass the run's folder, or a new one")
             if args.out.exists():
                 console_rank0(f"[warn] resume: no complete checkpoint in {args.out}: starting at step 0")
@@ -1000,13 +1001,14 @@ def run_folder(args, p: dict, rank: int):
     lock = contextlib.nullcontext() if p["locked"] else lock_run(args.out)
     launch = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from_step": first, "args": vars(args), "env": environment()}
     with lock, open(args.out / "run.log", "a") as file:
+        # args.json comes first: it makes this a run folder. It is what the run began with; every later launch is a line of launches.jsonl.
+        for name in ("args", "env"):
+            if not (args.out / f"{name}.json").is_file():
+                console.write_json(args.out / f"{name}.json", launch[name])
         prune(args)
         shutil.copy(p["normalizer"].path, args.out / "stats.json")
         with open(args.out / "launches.jsonl", "a") as launches:
             launches.write(json.dumps(launch, default=str) + "\n")
-        for name in ("args", "env"):  # what the run began with; every later launch is a line of launches.jsonl
-            if not (args.out / f"{name}.json").is_file():
-                console.write_json(args.out / f"{name}.json", launch[name])
         console.write_json(args.out / "policy.json", p["policy"])
         board = SummaryWriter(str(args.out / "tensorboard"), purge_step=first + 1)
 

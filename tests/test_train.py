@@ -287,9 +287,11 @@ def test_existing_run_is_refused(walk, straight):
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(walk, straight, tmp_path):
-    """--resume in a run folder without a complete checkpoint starts at step 0 with a [warn]; a folder without COMPLETE does not count."""
+    """--resume in a run folder without a complete checkpoint starts at step 0 with a [warn], even if it was killed before it wrote its args;
+    a folder without COMPLETE does not count."""
     (tmp_path / "run/checkpoints/global_step_9").mkdir(parents=True)
-    (tmp_path / "run/args.json").write_text("{}")
+    for name in ("lock", "run.log", "args.json.tmp"):
+        (tmp_path / "run" / name).touch()
     losses, _, text = here(walk, tmp_path / "run", "--steps", 1, "--resume")
     assert "[warn] resume" in text and losses[1] == straight[1][1]
 
