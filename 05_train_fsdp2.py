@@ -492,7 +492,7 @@ def save(args, train: dict, model: dict, optim: dict, policy: dict, nbytes: int)
 
     from common import weights
 
-    rank0 = dist.get_rank() == 0
+    rank = dist.get_rank()
     place = args.out / "checkpoints" / f"global_step_{train['step']}"
     tmp = place.with_name(place.name + ".tmp")
     failure = None
@@ -500,18 +500,22 @@ def save(args, train: dict, model: dict, optim: dict, policy: dict, nbytes: int)
     def attempt(work) -> bool:
         """Do one part of it unless an earlier one failed anywhere."""
         nonlocal failure
+        raised = mine = None
         try:
             work()
-        except (OSError, RuntimeError, Precondition, CheckpointException) as error:
-            root = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            # The free space, since torch's writer calls a full disk an unexpected position.
+        except CheckpointException as error:  # every rank gets it, with the errors of those that failed
+            raised = str(error).strip()
+            mine = error.failures.get(rank, (None,))[0]
+        except (OSError, RuntimeError, Precondition) as error:
+            mine = error
+        if mine:  # with the free space, since torch's writer calls a full disk an unexpected position
             free = console.human_bytes(shutil.disk_usage(args.out).free)
-            failure = f"{type(root).__name__}: {str(root).splitlines()[0] if str(root) else ''} ({free} free)"
-        failure = first_of(failure)
+            mine = f"{type(mine).__name__}: {str(mine).splitlines()[0] if str(mine) else ''} ({free} free)"
+        failure = first_of(mine) or raised
         return failure is None
 
     def begin():
-        if rank0:
+        if rank == 0:
             console.need_disk(args.out, nbytes, "one checkpoint")
             shutil.rmtree(tmp, ignore_errors=True)
             tmp.mkdir(parents=True)
@@ -521,7 +525,7 @@ def save(args, train: dict, model: dict, optim: dict, policy: dict, nbytes: int)
         dcp.save(optim, storage_writer=dcp.FileSystemWriter(str(tmp / "optim")))
 
     def finish():
-        if not rank0:
+        if rank != 0:
             return
         for folder in (tmp, tmp / "optim"):
             weights.drop_metadata_path(folder)
@@ -539,7 +543,7 @@ def save(args, train: dict, model: dict, optim: dict, policy: dict, nbytes: int)
 
     if attempt(begin) and attempt(write) and attempt(finish):
         return place
-    if rank0:
+    if rank == 0:
         for folder in (tmp, place):
             shutil.rmtree(folder, ignore_errors=True)
     return failure

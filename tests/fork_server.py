@@ -8,6 +8,7 @@ environment. pytest's own process cannot be forked for this: once it has run a b
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import load_script
 from diffusers import Cosmos3OmniTransformer  # noqa: F401 (imported once, here)
@@ -29,6 +31,29 @@ script = load_script("05_train_fsdp2")
 
 
 def train(*argv) -> int:
+    return script.main(list(argv))
+
+
+def hard_run(full, stop, *argv) -> int:
+    """A run whose last rank meets a full disk while step `full` is saved, and SIGTERM in the middle of step `stop`."""
+    real_save, real_factor = script.save, script.lr_factor
+
+    def save(args, state, *rest):
+        low = 10_000 if state["step"] == full else resource.RLIM_INFINITY  # bytes a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (low, resource.RLIM_INFINITY))
+        try:
+            return real_save(args, state, *rest)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    def factor(n, *rest):
+        if n == stop - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real_factor(n, *rest)
+
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        script.save, script.lr_factor = save, factor
     return script.main(list(argv))
 
 
@@ -59,14 +84,12 @@ def count_start(out, *bases) -> int:
     return 0
 
 
-def save_once(out, config, kill_at) -> int:
-    """Load the newest checkpoint of a run, save the next step, prune; killed by SIGKILL at the kill_at-th file operation of that (0: never).
-
-    Prints how many there were.
-    """
+def save_once(out, config, victim, kill_at) -> int:
+    """Load the newest checkpoint of a run, save the next step, prune. Rank `victim` is killed by SIGKILL at its kill_at-th file operation of
+    that (0: never) and prints how many there were."""
     out, args = Path(out), script.parse_args(["--out", out, "--keep-last", "2", "--slim-old"])
     script.setup_distributed()
-    mesh = init_device_mesh("cpu", (1,))
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     tower = script.build_tower(json.loads(Path(config).read_text()), mesh, torch.device("cpu"), torch.float32, args)
     optimizer, ema = script.make_optimizer(tower, 1e-3, 0), script.PowerEMA(tower, "device")
     newest = script.checkpoints(out)[-1]
@@ -84,9 +107,11 @@ def save_once(out, config, kill_at) -> int:
             if operations == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(hook)
+    if rank == victim:
+        sys.addaudithook(hook)
     saved = script.save(args, state, script.model_state(tower, ema), script.optimizer_state(tower, optimizer), policy, 0)
-    script.prune(args)
+    if rank == 0:
+        script.prune(args)
     print(operations)
     return int(not isinstance(saved, Path))
 
