@@ -225,6 +225,8 @@ class Stream:
         vision_noise = np.empty(latents.shape, np.float32)
         actions, action_noise = (np.zeros((len(samples), LIBERO.chunk, self.channels), np.float32) for _ in range(2))
         sigma, prompt = np.empty(len(samples), np.float32), np.empty(len(samples), np.int64)
+        for index, row, _ in samples:
+            self.suites[index].prefetch(row)
         for i, (index, row, sample) in enumerate(samples):
             suite = self.suites[index]
             noise = cosmos3.sample_noise(self.seed, sample, self.shape, (LIBERO.chunk, LIBERO.raw_action_dim))

@@ -9,6 +9,7 @@ What is particular to one robot is one `Embodiment` value. torch and torchvision
 
 import io
 import json
+import mmap
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -477,6 +478,12 @@ class CachedSuite:
     train: np.ndarray  # bool [windows]
     val: np.ndarray  # bool [windows]: of held-out episodes. Windows with an undecodable frame are in neither
 
+    def prefetch(self, row: int) -> None:
+        """Have the kernel begin to read one window's latents, and nothing around them, without waiting."""
+        nbytes = self.latents[0].nbytes
+        first = row * nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self.latents.base.madvise(mmap.MADV_WILLNEED, first, (row + 1) * nbytes - first)
+
 
 def read_manifest(folder: Path) -> dict:
     """manifest.json of a finished encoded cache. Raises Precondition if it is not finished or of another version."""
@@ -499,11 +506,13 @@ def open_cached_suite(folder: Path, manifest: dict, name: str) -> CachedSuite:
     size = (root / "latents.bin").stat().st_size if (root / "latents.bin").is_file() else 0
     if size != 2 * int(np.prod(shape)):
         raise Precondition(f"{2 * int(np.prod(shape))} bytes in {root / 'latents.bin'}", f"{size}", "encode again with --force")
+    latents = np.memmap(root / "latents.bin", np.uint16, "r", shape=shape)
+    latents.base.madvise(mmap.MADV_RANDOM)  # else a read of one window brings in the device's whole read-ahead, up to megabytes
     column = {c: table[c].to_numpy().astype(np.int64) for c in ("start", "prompt", "variants")}
     val, bad = (table[c].to_numpy(zero_copy_only=False) for c in ("val", "bad"))
     return CachedSuite(
         name,
-        np.memmap(root / "latents.bin", np.uint16, "r", shape=shape),
+        latents,
         np.load(root / "actions.npy"),
         train=~(val | bad),
         val=val & ~bad,
