@@ -391,7 +391,10 @@ def _open_pt(file: Path) -> Source:
 
 def spread(work: Callable, items: Iterable) -> Iterable:
     """work(item) of every item, in order, by WORKERS threads (reading, writing and comparing run outside the interpreter lock)."""
-    with ThreadPoolExecutor(WORKERS) as pool:
+    import torch
+
+    # One processor a worker: torch's own threads, as many for each of them, would only wait for one another.
+    with ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield from pool.map(work, items)
 
 

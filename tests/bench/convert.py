@@ -23,13 +23,13 @@ sys.path.insert(0, str(REPO))
 from common import console, keys, tiny, weights
 
 SHARD_BYTES = 2**28
-# A narrow Nano: every layer weighs 48 MiB in bf16, the rest little, so that the number of layers sets the size.
+# Nano's own layers, 0.72 GiB each in bf16; the vocabulary is small, so that the number of layers sets the size.
 WIDTHS = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "head_dim": 64,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
     "vocab_size": 8192,
 }
 
