@@ -1,7 +1,9 @@
 """Shared test set-up: offline always, scripts loaded by file name, one tiny pipeline run for the whole session."""
 
+import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,15 @@ def run_script(*argv, env=None, timeout=300, cwd=REPO, launcher=None) -> subproc
         text=True,
         stdin=subprocess.DEVNULL,
     )
+
+
+@contextlib.contextmanager
+def processor_seconds(limit: float):
+    """The programs run inside take less than `limit` seconds of processors: a bound that a busy machine does not break."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    yield
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < limit
 
 
 def golden(name: str) -> dict:

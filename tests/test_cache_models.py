@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPO, load_script, run_script
+from conftest import REPO, load_script, processor_seconds, run_script
 from hub import serve
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -386,13 +386,13 @@ def test_a_relative_redirect_is_followed(hub, tmp_path):
 
 
 def test_offline_and_no_server_are_explained(tmp_path):
-    """HF_HUB_OFFLINE=1, and an endpoint where nobody listens, exit 3 within seconds and name the cause."""
+    """HF_HUB_OFFLINE=1, and an endpoint where nobody listens, exit 3 at once (no retries for minutes) and name the cause."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
     start = time.monotonic()
     offline, dead = download(nobody, tmp_path, HF_HUB_OFFLINE="1"), download(nobody, tmp_path)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert offline.returncode == 3 and "unset HF_HUB_OFFLINE" in offline.stderr
     assert dead.returncode == 3 and "no answer" in dead.stderr and nobody in dead.stderr
 
@@ -623,10 +623,10 @@ def test_tiny_writes_stand_ins_without_a_network(tmp_path):
 
 @pytest.mark.parametrize("argv", [("--help",), ("download", "--help")])
 def test_help_is_quick_and_shows_the_table(argv):
-    """--help answers within a second and lists every asset."""
-    start = time.monotonic()
-    result = run_script(SCRIPT, *argv)
-    assert result.returncode == 0 and time.monotonic() - start < 1
+    """--help answers within a second of a processor and lists every asset."""
+    with processor_seconds(1):
+        result = run_script(SCRIPT, *argv)
+    assert result.returncode == 0
     assert all(name in result.stdout for name in ("cosmos3-nano", "qwen3-vl", "wan-vae-pth", "wan-diffusers"))
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPO, load_script, run_script
+from conftest import REPO, load_script, processor_seconds, run_script
 from hub import serve
 
 stage = load_script("01_check_env")
@@ -30,18 +30,18 @@ def by_name(checks) -> dict:
 @pytest.fixture(scope="module")
 def real_run(tmp_path_factory):
     """The script as a user runs it on this machine, every probe included."""
-    folder, start = tmp_path_factory.mktemp("check"), time.monotonic()
-    result = run_script("01_check_env.py", "--work", folder / "not/yet/there", "--json", folder / "table.json")
-    return result, json.loads((folder / "table.json").read_text()), time.monotonic() - start
+    folder = tmp_path_factory.mktemp("check")
+    with processor_seconds(60):
+        result = run_script("01_check_env.py", "--work", folder / "not/yet/there", "--json", folder / "table.json")
+    return result, json.loads((folder / "table.json").read_text())
 
 
 def test_this_machine_is_fit_for_the_walk_through(real_run):
-    """The machine that runs the tests passes: exit 0, a [done] line last, no FAIL, within 30 s unless the tests run side by side."""
-    result, table, seconds = real_run
+    """The machine that runs the tests passes: exit 0, a [done] line last, no FAIL."""
+    result, table = real_run
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1].startswith("[done] 01_check_env fit_for=walkthrough ok=")
     assert table["for"] == "walkthrough" and table["counts"]["FAIL"] == 0
-    assert seconds < (60 if "PYTEST_XDIST_WORKER" in os.environ else 30)
 
 
 def test_the_probes_really_ran(real_run):
@@ -138,9 +138,9 @@ def test_a_probe_that_asks_hangs_or_dies_is_a_finding():
         "works": "print('noise'); print('{\"a\": 1}')",
     }
     start = time.monotonic()
-    answers = stage.run_probes(codes, {}, seconds=3)
-    assert time.monotonic() - start < 6
-    assert "EOFError" in answers["asks"]["error"] and "no answer in 3 s" in answers["hangs"]["error"]
+    answers = stage.run_probes(codes, {}, seconds=5)
+    assert time.monotonic() - start < 30  # the hanging one sleeps for 60
+    assert "EOFError" in answers["asks"]["error"] and "no answer in 5 s" in answers["hangs"]["error"]
     assert "exit -6" in answers["dies"]["error"] and "no_such_module" in answers["fails"]["error"]
     assert answers["works"] == {"a": 1}
 
@@ -428,7 +428,7 @@ def test_a_taken_port_is_a_warning_with_a_free_one(monkeypatch):
 
 
 def test_help_and_dry_run_are_quick_and_touch_nothing(tmp_path):
-    """--help and --dry-run answer within a second, start no probe and write nothing; a wrong value or an abbreviation exits 2."""
+    """--help and --dry-run answer within a second of a processor, start no probe and write nothing; a wrong value or an abbreviation exits 2."""
     for argv, code in (
         (("--help",), 0),
         (("--dry-run", "--work", "w", "--json", "t.json"), 0),
@@ -436,7 +436,6 @@ def test_help_and_dry_run_are_quick_and_touch_nothing(tmp_path):
         (("--gpus", "0"), 2),
         (("--dry",), 2),
     ):
-        start = time.monotonic()
-        assert run_script(REPO / "01_check_env.py", *argv, cwd=tmp_path).returncode == code
-        assert time.monotonic() - start < 1
+        with processor_seconds(1):
+            assert run_script(REPO / "01_check_env.py", *argv, cwd=tmp_path).returncode == code
     assert list(tmp_path.iterdir()) == []
