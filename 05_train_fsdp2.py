@@ -788,12 +788,10 @@ def check_resume(checkpoint: Path, policy: dict, train_state: dict, args) -> dic
     Raises Precondition, after a table of what differs, if base, data, stats, chunk, trained set, seed or the average are not those that
     the checkpoint was trained with and --allow-change does not name them.
     """
-    theirs = json.loads((checkpoint / "policy.json").read_text())
-    ours = json.loads(json.dumps(policy))
-    for side, average in ((theirs, train_state["ema"]), (ours, args.ema != "off")):
-        side["base"].pop("path")  # the same base may lie elsewhere
-        side["ema"] = average
-    before, now = leaves(theirs), leaves(ours)
+    theirs, ours = json.loads((checkpoint / "policy.json").read_text()), json.loads(json.dumps(policy))
+    before, now = (
+        leaves(console.anywhere(side) | {"ema": average}) for side, average in ((theirs, train_state["ema"]), (ours, args.ema != "off"))
+    )
     differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     refused = [k for k in differ if k.split(".")[0] not in args.allow_change]
     for k in differ:

@@ -115,7 +115,7 @@ def recipe_of(src) -> tuple[dict, Path]:
 
 
 def identity(src) -> dict:
-    """What tells one source from another without reading it: its place and the time at which it was written."""
+    """What tells one source from another without reading it: the time at which it was written. Its place is for people: it may be moved."""
     file = next((f for f in (src.path / ".metadata", src.path / weights.INDEX) if f.is_file()), src.path)
     return {"path": str(src.path.resolve()), "mtime_ns": file.stat().st_mtime_ns}
 
@@ -231,7 +231,7 @@ def plan(args) -> dict:
         args.to == "diffusers"
         and not args.force
         and (args.out / "COMPLETE").is_file()
-        and console.read_json(args.out / "policy.json") == p["policy"]
+        and console.anywhere(console.read_json(args.out / "policy.json")) == console.anywhere(p["policy"])
     )
     if not p["finished"]:
         console.check_output(args.out, args.force, MARKS[args.to], (args.base, args.src))

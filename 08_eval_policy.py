@@ -394,13 +394,13 @@ def plan_openloop(args) -> dict:
     console.plan("windows", f"held out, every {args.stride} frames: " + ", ".join(f"{n} {c}" for n, c in count.items()))
     settings = {
         "policy": policy,
-        "model": str(args.model.resolve()),
+        "model": {"path": str(args.model.resolve()), "mtime_ns": (args.model / "transformer/config.json").stat().st_mtime_ns},
         "data": {s.name: [len(s.episodes), len(s.actions)] for s in suites},
         "sampler": {k: getattr(args, k) for k in ("num_steps", "shift", "guidance", "seed", "prompt", "dtype")},
         "stride": args.stride,
     }
     done = console.read_json(args.out / "openloop.json")
-    finished = not args.force and done is not None and done["settings"] == settings
+    finished = not args.force and done is not None and console.anywhere(done["settings"]) == console.anywhere(settings)
     if not finished:
         console.check_output(args.out, args.force, ("openloop.json",), (args.model, args.data))
     console.plan("out", args.out)

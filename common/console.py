@@ -190,6 +190,11 @@ def read_json(path: Path):
     return json.loads(Path(path).read_text()) if Path(path).is_file() else None
 
 
+def anywhere(record):
+    """A record without its entries called "path": two that differ in nothing else are of the same things, which have been moved."""
+    return {k: anywhere(v) for k, v in record.items() if k != "path"} if isinstance(record, dict) else record
+
+
 def write_json(path: Path, value) -> None:
     """Write strict JSON beside its place, then rename: a reader sees the old file or the whole new one."""
     path = Path(path)

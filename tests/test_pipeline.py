@@ -68,11 +68,12 @@ def run_all(*flags, timeout=120):
     )
 
 
-def test_rerun_leaves_what_is_finished(walk):
-    """A second run over a finished work folder trains and writes nothing, and prints the same eight [done] stages."""
-    watched = [walk / n for n in ("models", "cache", "run/checkpoints", "policy", "eval")]
+def test_rerun_leaves_what_is_finished(walk, tmp_path):
+    """A second run over a finished work folder, which has been moved, trains and writes nothing, and prints the same eight [done] stages."""
+    moved = shutil.copytree(walk, tmp_path / "moved", symlinks=True)
+    watched = [moved / n for n in ("models", "cache", "run/checkpoints", "policy", "eval")]
     before = [(p, p.stat().st_mtime_ns) for folder in watched for p in sorted(folder.rglob("*"))]
-    run = run_all("--tiny", "--work", walk)
+    run = run_all("--tiny", "--work", moved, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.count("[done]") == 8 and "[step]" not in run.stdout
     assert [(p, p.stat().st_mtime_ns) for folder in watched for p in sorted(folder.rglob("*"))] == before
