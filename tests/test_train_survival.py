@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, load_script
-from trainer import TORCHRUN, fork_ranks, here, on_ranks, small, tensors, train
+from trainer import TORCHRUN, change_stats, fork_ranks, here, on_ranks, small, tensors, train
 
 from common import libero, quantile, weights
 from common.console import Precondition
@@ -166,7 +166,7 @@ def test_kill_9_during_a_save_loses_nothing_older(walk, running, world, victim):
 
     life(0)
     operations = int(life(0))
-    assert steps(running) == [3, 4]
+    assert steps(running) == [3, 4] and (operations > 30 or victim)
     old, new = 0, 0
     for point in sorted(random.Random(4).sample(range(1, operations + 1), min(10, operations))):
         before = steps(running)[-1]
@@ -198,10 +198,9 @@ def test_what_one_rank_meets_all_survive(walk, tmp_path, world):
     assert f"[FAIL] save: step 3: rank {world - 1}: " in texts[0] and "the run goes on" in texts[0] and "at step 4; --resume" in texts[0]
 
     other = shutil.copytree(cache, tmp_path / "other")
-    stats = (other / "stats.json").read_text().replace("0.", "0.0", 1)
-    (other / "stats.json").write_text(stats)
+    change_stats(other)
     codes, texts = fork_ranks(world, "train", *small(walk, out, *flags, "--cache", other, "--resume"))
-    assert all(codes) and all("stats" in t for t in texts) and steps(out) == [1, 2, 4], texts
+    assert all(codes) and all("stats.sha256: " in t and "--allow-change stats" in t for t in texts) and steps(out) == [1, 2, 4], texts
 
     assert list(on_ranks(world, walk, out, *flags, "--resume")) == [5]
     calm, hard = (tensors(folder / "checkpoints/global_step_5") for folder in (tmp_path / "calm", out))

@@ -10,7 +10,6 @@ Prints  samples/s with the latents in the page cache, and with a page cache budg
 import argparse
 import mmap
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -51,7 +50,7 @@ def main() -> int:
     manifest = libero.read_manifest(cache)
     stream = stage.Stream(cache, manifest, quantile.load_stats(cache / "stats.json"), 64, 42)
     flags = stage.parse_args(["--global-batch", str(args.micro_batch), "--micro-batch", str(args.micro_batch)])
-    latent_bytes, rates = stream.suites[0].latents[0].nbytes, {}
+    latent_bytes = stream.suites[0].latents[0].nbytes
 
     def rate(first: int, cold: bool) -> float:
         make = stream.batch
@@ -63,34 +62,30 @@ def main() -> int:
         stream.batch = cold_batch if cold else make
         batches = stage.micro_batches(stream, first, flags, args.micro_batch, 0, 1, pin=False)
         next(batches)
-        before, read, start = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, disk_bytes(), time.perf_counter()
+        read, start = disk_bytes(), time.perf_counter()
         for _ in range(args.batches):
             next(batches)
         seconds, read = time.perf_counter() - start, disk_bytes() - read
         batches.close()
         stream.batch = make
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before
         samples = args.batches * args.micro_batch
         what = f"{samples / seconds:.0f} samples/s, {samples / seconds / NEEDED:.1f} times what {NEEDED} samples/s need"
-        console.ok(
-            "cold" if cold else "warm",
-            f"{what}; {read / samples / 1000:.0f} kB from the disk and {faults / samples:.1f} major faults a sample",
-        )
+        console.ok("cold" if cold else "warm", f"{what}; {read / samples / 1000:.0f} kB from the disk a sample")
         return samples / seconds
 
     size = sum(suite.latents.nbytes for suite in stream.suites)
     console.plan("cache", f"{console.human_bytes(size)} of latents, {latent_bytes / 1000:.0f} kB a sample; micro-batch {args.micro_batch}")
-    rates["cold"] = rate(0, cold=True)
+    cold = rate(0, cold=True)
     first = args.micro_batch * (args.batches + 2)
     stream.batch(range(first, first + args.micro_batch * (args.batches + 2)))  # into the page cache
-    rates["warm"] = rate(first, cold=False)
+    warm = rate(first, cold=False)
 
     start = time.perf_counter()
     for n in range(200):
         cosmos3.sample_noise(42, n, stream.shape, (16, 10))
     noise = (time.perf_counter() - start) / 200
-    console.ok("time", f"{1000 / rates['warm']:.2f} ms a sample, {noise * rates['warm']:.0%} of it drawing its noise")
-    console.done("bench/dataloader", **{k: f"{v:.0f}" for k, v in rates.items()})
+    console.ok("time", f"{1000 / warm:.2f} ms a sample, {noise * warm:.0%} of it drawing its noise")
+    console.done("bench/dataloader", cold=f"{cold:.0f}", warm=f"{warm:.0f}")
     return 0
 
 

@@ -5,8 +5,6 @@ Prints  requests/s, p50 and p95 of a request, forwards, and counts of wrong, los
 """
 
 import argparse
-import base64
-import io
 import json
 import signal
 import subprocess
@@ -35,8 +33,6 @@ def main() -> int:
     parser.add_argument("--broken", type=float, default=0.05, help="share of malformed requests")
     parser.add_argument("--num-steps", type=int, default=4, help="denoising steps")
     args = parser.parse_args()
-    from PIL import Image
-
     from common import console
 
     stage, rng = load_script("08_eval_policy"), np.random.default_rng(0)
@@ -45,15 +41,8 @@ def main() -> int:
     bodies, direct = [], []
     for i in range(24):  # a colour, a texture and a task each
         picture = (rng.integers(0, 200, 3) + rng.integers(0, 56, (256, 512, 3))).astype(np.uint8)
-        file, task = io.BytesIO(), TASKS[i % len(TASKS)]
-        Image.fromarray(picture).save(file, "PNG")
-        request = {
-            "image": base64.b64encode(file.getvalue()).decode(),
-            "prompt": stage.reference_request(task),
-            "domain_name": "libero",
-            "image_size": 256,
-        }
-        bodies.append(json.dumps(request).encode())
+        task = TASKS[i % len(TASKS)]
+        bodies.append(json.dumps(stage.request_of(picture, task)).encode())
         direct.append(policy.act(stage.picture_frames(picture[None]), [stage.prompt_of(task, "trained")], [0])[0])
     nearest = min(np.abs(direct[i] - direct[j]).max() for i in range(24) for j in range(i))
     server = subprocess.Popen([sys.executable, str(REPO / "08_eval_policy.py"), *flags], stdout=subprocess.PIPE, text=True)
