@@ -295,6 +295,26 @@ def loss_of(tower, batch: dict, prompts, fps: float, dtype):
 # ---------------------------------------------------------------- model
 
 
+class GradientMemory:
+    """FSDP's reduce-scatter with its memory from the stream that trains.
+
+    FSDP takes the reduced gradients from its own stream's pool, and freed memory does not go from one stream's pool to another's: where they are
+    large (26 GiB on one GPU) and memory is short, the allocator then empties one pool for the other twice a step, with the GPU waiting.
+    Safe since FSDP makes its stream wait for the training one just before it allocates, and the other way round before the gradients are used.
+    """
+
+    def allocate(self, size, *, dtype, device):
+        import torch
+
+        with torch.cuda.stream(torch.cuda.default_stream(device) if device.type == "cuda" else None):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        import torch.distributed as dist
+
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
 def build_tower(config: dict, mesh, device, dtype, args):
     """The generation tower with float32 shards on `device`, values undefined."""
     import torch
@@ -316,6 +336,8 @@ def build_tower(config: dict, mesh, device, dtype, args):
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(tower, mesh=mesh, mp_policy=policy)
+    for module in (tower, tower.time_embedder, *tower.layers):
+        module.set_custom_reduce_scatter(GradientMemory())
     cosmos3.materialize(tower, device)
     wrong = [n for n, p in tower.named_parameters() if p.dtype != torch.float32 or p.device.type != device.type]
     assert not wrong, f"not a float32 shard on {device}: {wrong[:5]}"
@@ -1158,6 +1180,7 @@ def train(args, p: dict) -> dict:
             if step == first:
                 log(f"[ok] first step: done {time.monotonic() - p['began']:.1f} s after the launch")
                 log(memory_table(held, cuda))
+                retries = torch.cuda.memory_stats()["num_alloc_retries"] if cuda else 0
             if len(pace) == 10:  # the first step compiles and warms up
                 typical = statistics.median(pace[1:])
                 log(f"[ok] pace: {typical:.2f} s a step: {(args.steps - step) * typical / 3600:.1f} h to step {args.steps}")
@@ -1173,6 +1196,11 @@ def train(args, p: dict) -> dict:
                     "train/samples_per_s": args.global_batch / seconds,
                 }
                 peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+                if cuda and torch.cuda.memory_stats()["num_alloc_retries"] > retries:
+                    log(
+                        "[warn] memory: so full that the GPU waits for the allocator to make room; a smaller --activation-budget or --micro-batch leaves it some"
+                    )
+                    retries = math.inf  # said once
                 scalars |= ({"memory/peak_gib": peak} if cuda else {}) | ({} if good else {"train/skipped_steps": state["skipped"]})
                 write_scalars(scalars, step)
                 log(
