@@ -18,7 +18,7 @@ import numpy as np
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
-from shared import WAN22, load_script, matrix_rate
+from shared import WAN22, load_script, matrix_rates
 
 
 def per_window(suite, vae, episode: int, first: int):
@@ -107,8 +107,8 @@ def on_gpu(seconds: float) -> None:
             calls += 1
         return count * calls / (time.perf_counter() - start)
 
-    matrix = matrix_rate()
-    console.ok("matmul", f"{matrix / 1e12:.0f} TFLOP/s, 8192 cubed, bf16")
+    cool, matrix = matrix_rates()
+    console.ok("matmul", f"{matrix / 1e12:.0f} TFLOP/s under load, {cool / 1e12:.0f} before: 8192 cubed, bf16")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         torch.manual_seed(0)
         with device:
