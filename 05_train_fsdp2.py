@@ -101,6 +101,12 @@ def parse_args(argv=None):
         metavar="F",
         help="with --compile: share of a layer's activations to keep for the backward pass; the compiler recomputes the rest, cheapest first",
     )
+    add("--fp8", action="store_true", help="the layers' matrix products in float8 while training (needs a GPU of Ada's or Hopper's age)")
+    add(
+        "--keep-gathered",
+        action="store_true",
+        help="gather each layer's weights once a step, not twice a micro-batch: 2 bytes a parameter more",
+    )
     add(
         "--max-bad-steps",
         type=int,
@@ -321,12 +327,14 @@ def build_tower(config: dict, mesh, device, dtype, args):
     from torch._functorch import config as functorch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from common import cosmos3
+    from common import cosmos3, fp8
 
     tower = cosmos3.GenTower(cosmos3.build_transformer(config))
     tower.checkpoint_every = args.grad_checkpoint
     if args.compile:
         functorch.activation_memory_budget = args.activation_budget
+    if args.fp8:
+        fp8.convert(tower.layers)
     # Positions must stay float32, so inputs are not cast; the timestep MLP computes in float32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -334,7 +342,7 @@ def build_tower(config: dict, mesh, device, dtype, args):
     for layer in tower.layers:
         if args.compile:
             layer.compile()
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not args.keep_gathered)
     fully_shard(tower, mesh=mesh, mp_policy=policy)
     for module in (tower, tower.time_embedder, *tower.layers):
         module.set_custom_reduce_scatter(GradientMemory())
@@ -659,8 +667,9 @@ def forecast(args, config: dict, manifest: dict, text: int, world: int) -> tuple
     prompts = (args.cache / "prompt_kv.safetensors").stat().st_size
     activations = "activations come on top, measured before the first step"
     if args.micro_batch != "auto":
-        keep = budget.kept_rows(args.compile, args.activation_budget)
+        keep = budget.kept_rows(args.compile, args.activation_budget, args.fp8)
         peak = budget.activation_bytes(config, parameters, tokens, text, args.micro_batch, args.grad_checkpoint, keep)
+        peak += 2 * parameters if args.keep_gathered else 0
         activations = f"about {human(peak)} for activations in bf16: {human(state['gpu'] + state['ema'] + prompts + peak)} in all"
     nbytes = budget.checkpoint_bytes(parameters, args.ema)
     saves = math.ceil(args.steps / args.save_every) if args.save_every else 0
@@ -943,6 +952,7 @@ def fit_micro_batch(tower, stream: Stream, share: int, prompts, fps: float, dtyp
         batch = {k: v.to(device) for k, v in stream.batch(range(size)).items()}
         for last in (False, True) if share > size else (True,):
             tower.set_requires_gradient_sync(last)
+            tower.set_reshard_after_backward(not args.keep_gathered or last)
             vision, action = loss_of(tower, batch, prompts, fps, dtype)
             (vision.mean() + action.mean()).backward()
         tower.zero_grad()
@@ -974,6 +984,7 @@ def validate(tower, ema, stream: Stream, prompts, p: dict, micro: int, dtype, de
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
 
     from common import cosmos3
 
@@ -1000,7 +1011,9 @@ def validate(tower, ema, stream: Stream, prompts, p: dict, micro: int, dtype, de
             real = [p["normalizer"].denormalize(a.cpu().numpy()) for a in (actions, batch["actions"][..., : LIBERO.raw_action_dim])]
             errors = [torch.from_numpy(e.mean(-1)) for e in libero.action_error(*real).values()]
             sums += torch.stack([*losses, *errors])[:, counted].sum(1)
-        tower.reshard()  # the root keeps its gathered weights after a forward, and these may be the averaged ones
+        for module in tower.modules():  # weights that stay gathered after a forward may be the averaged ones
+            if isinstance(module, FSDPModule):
+                module.reshard()
     dist.all_reduce(sums)
     vision, action, position, rotation, gripper = (sums / count).tolist()
     return {
@@ -1082,6 +1095,9 @@ def train(args, p: dict) -> dict:
         if args.replicate == 1
         else init_device_mesh(device.type, (args.replicate, world // args.replicate), mesh_dim_names=("replicate", "shard"))
     )
+    if args.fp8 and cuda and (torch.cuda.get_device_capability() < (8, 9) or dtype is not torch.bfloat16):
+        found = f"{torch.cuda.get_device_name()}, {dtype}"
+        raise Precondition("for --fp8 a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell) and bf16", found, "leave --fp8 out")
     lap("process group")
     tower = build_tower(p["config"], mesh, device, dtype, args)
     lap("sharded weights")
@@ -1131,6 +1147,7 @@ def train(args, p: dict) -> dict:
                 waited += time.monotonic() - t
                 batch = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
                 tower.set_requires_gradient_sync(index == accumulation - 1)  # one reduction a step
+                tower.set_reshard_after_backward(not args.keep_gathered or index == accumulation - 1)
                 vision, action = loss_of(tower, batch, prompts, manifest["fps"], dtype)
                 (cosmos3.LOSS_SCALE * (vision.mean() + action.mean()) / accumulation).backward()
                 losses.append(torch.stack([vision.detach(), action.detach()]))

@@ -19,6 +19,8 @@ TRAINED = keys.NANO_TRAINED[1]
         (1, 32, 4, budget.kept_rows(True, 1.0), "off", 135.8),
         (1, 32, 0, budget.kept_rows(True, 0.8), "off", 133.8),
         (1, 32, 0, budget.kept_rows(True, 0.6), "off", 128.6),
+        (1, 16, 0, budget.kept_rows(True, 0.8), "off", 119.65),
+        (1, 32, 0, budget.kept_rows(True, 0.8, fp8=True), "off", 128.4),
     ],
 )
 def test_estimate_meets_the_measured_peaks(ranks, micro, recompute, rows, ema, measured):
@@ -30,8 +32,9 @@ def test_estimate_meets_the_measured_peaks(ranks, micro, recompute, rows, ema, m
 
 
 def test_what_an_eager_layer_keeps_is_counted():
-    """The eager constant is what autograd saves for one layer of Nano's proportions, to a percent (the compiled one: the same bench, by hand)."""
+    """The eager constants are what autograd saves for one layer of Nano's proportions, to a percent (the compiled ones: the same bench, by hand)."""
     assert activations.kept_rows(False) == pytest.approx(budget.KEPT_EAGER, rel=0.01)
+    assert activations.kept_rows(False, float8=True) == pytest.approx(budget.KEPT_EAGER_FP8, rel=0.01)
 
 
 def test_state_by_hand():
@@ -48,6 +51,8 @@ def test_recomputation_saves_and_micro_batches_cost():
     def of(micro, recompute, config=keys.NANO):
         return budget.activation_bytes(config, TRAINED, 266, 140, micro, recompute, budget.kept_rows(True))
 
-    assert budget.kept_rows(True, 0.1) < budget.kept_rows(True, 0.8) < budget.kept_rows(True, 1.0) < budget.kept_rows(False)
+    for fp8 in (False, True):
+        rows = [budget.kept_rows(True, share, fp8) for share in (0.1, 0.5, 0.8, 1.0)]
+        assert rows == sorted(rows) and rows[-1] < budget.kept_rows(False, fp8=fp8)
     assert of(32, 1) < of(32, 2) < of(32, 3) < of(32, 0) and of(8, 2) < of(16, 2)
     assert of(4, 0, keys.NANO | {"num_hidden_layers": 1}) <= of(4, 1, keys.NANO | {"num_hidden_layers": 1})

@@ -12,12 +12,12 @@ import torch
 import torch._functorch.config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common import cosmos3, keys, tiny
+from common import cosmos3, fp8, keys, tiny
 
 BATCH, TOKENS, TEXT, WIDTH = 4, 266, 140, 512
 
 
-def kept_rows(compiled: bool, share: float = 1.0) -> float:
+def kept_rows(compiled: bool, share: float = 1.0, float8: bool = False) -> float:
     """bf16 rows of hidden width that the layer keeps for each generation token."""
     scale = keys.NANO["hidden_size"] // WIDTH
     config = tiny.TRANSFORMER | {"num_hidden_layers": 1, "hidden_size": WIDTH, "head_dim": keys.NANO["head_dim"]}
@@ -27,6 +27,8 @@ def kept_rows(compiled: bool, share: float = 1.0) -> float:
     layer = tower.layers[0].bfloat16()
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.02)
+    if float8:
+        fp8.convert(layer)
     if compiled:
         torch.compiler.reset()
         torch._functorch.config.activation_memory_budget = share
@@ -51,7 +53,8 @@ def kept_rows(compiled: bool, share: float = 1.0) -> float:
 
 
 if __name__ == "__main__":
-    for how in ("eager", 1.0, 0.8, 0.5):
-        rows = kept_rows(how != "eager", 1.0 if how == "eager" else how)
-        nbytes = rows * 2 * keys.NANO["hidden_size"]
-        print(f"[ok] {how}: {rows:.2f} rows, {nbytes:,.0f} bytes a token and layer at Nano's width")
+    for float8 in (False, True):
+        for how in ("eager", 1.0, 0.8, 0.5):
+            rows = kept_rows(how != "eager", 1.0 if how == "eager" else how, float8)
+            nbytes = rows * 2 * keys.NANO["hidden_size"]
+            print(f"[ok] {how}{', fp8' if float8 else ''}: {rows:.2f} rows, {nbytes:,.0f} bytes a token and layer at Nano's width")

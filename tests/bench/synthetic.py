@@ -3,7 +3,8 @@
 Run:    python tests/bench/synthetic.py --layers 36 --out work/synthetic
 Writes: OUT/Cosmos3-Nano (transformer/ at Nano width with --layers layers in bf16: 28.3 GiB at 36; the other components tiny) and OUT/cache
 
-The prompts' keys and values are computed by stage 04's own code at full width; the latents are noise of the real shape.
+The prompts' keys and values are computed by stage 04's own code at full width. Latents and actions have the real shapes and can be learned: a
+suite is one long trajectory of 16 slow oscillations; a window's latents are a fixed mixture of them, its actions six of them.
 """
 
 import argparse
@@ -69,11 +70,17 @@ def write_cache(folder: Path, base: Path, windows: int, device) -> None:
     source = weights.open_source(base)
     tokenizer = libero.load_tokenizer(base / "text_tokenizer")
     encode.encode_prompts([libero.prompt_ids(tokenizer, t) for t in texts], source, device, folder / "prompt_kv.safetensors")
+    frequency, phase = rng.uniform(0.02, 0.3, 16), rng.uniform(0, 2 * np.pi, 16)
+    mixture = rng.standard_normal((16, shape[0] * shape[2] * shape[3]), np.float32) / 8**0.5  # unit variance: a sine's is a half
     for suite in LIBERO.suites:
         (folder / suite).mkdir()
-        values = rng.standard_normal((windows, *shape), np.float32)
-        (values.view(np.uint32) >> 16).astype(np.uint16).tofile(folder / suite / "latents.bin")
-        action = np.clip(rng.normal(0, 0.3, (windows + LIBERO.chunk, 7)), -0.9, 0.9).astype(np.float32)
+        state = np.sin(np.arange(windows + LIBERO.chunk + 1)[:, None] * frequency + phase).astype(np.float32)
+        with open(folder / suite / "latents.bin", "wb") as f:
+            for i in range(windows):  # a latent frame every four steps
+                frames = state[i : i + LIBERO.chunk + 1 : 4] @ mixture + rng.normal(0, 0.1, (shape[1], mixture.shape[1])).astype(np.float32)
+                latents = frames.reshape(shape[1], shape[0], *shape[2:]).swapaxes(0, 1)
+                f.write((np.ascontiguousarray(latents).view(np.uint32) >> 16).astype(np.uint16).tobytes())
+        action = 0.9 * state[:-1, :7]
         action[:, 3:6] *= 0.3
         action[:, 6] = action[:, 6] > 0
         np.save(folder / suite / "actions.npy", action)
