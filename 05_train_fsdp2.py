@@ -7,8 +7,8 @@ Run:    python 05_train_fsdp2.py --base work/models/Cosmos3-Nano-DCP --cache wor
 Reads:  BASE (a DCP of stage 03, of RLinf or cosmos-framework, or the diffusers folder), CACHE (stage 04 encode)
 Writes: OUT/{args,env,policy,stats}.json, OUT/launches.jsonl, OUT/run.log, OUT/tensorboard/,
         OUT/checkpoints/global_step_N/ (DCP of weights and average, optim/ with Adam's moments, train.json, policy.json, stats.json, COMPLETE)
-Needs:  common/budget.py, common/console.py, common/cosmos3.py, common/keys.py, common/libero.py, common/quantile.py, common/rot6d.py,
-        common/weights.py, common/libero_stats_20fps.json; torch, diffusers, safetensors, pyarrow, tensorboard
+Needs:  common/budget.py, common/console.py, common/cosmos3.py, common/fp8.py, common/fp8_kernels.py (a GPU with --fp8), common/keys.py,
+        common/libero.py, common/quantile.py, common/rot6d.py, common/weights.py, common/libero_stats_20fps.json; torch, diffusers, safetensors, pyarrow, tensorboard
 Fails:  exit 3: base, cache or disk space is missing, they do not belong together, or another trainer is at OUT; exit 4: OUT exists;
         exit 5: too many bad steps in a row, a tensor that never moves, the last checkpoint not saved
 Next:   python 06_convert_ckpt.py --src OUT/checkpoints/global_step_N --base work/models/Cosmos3-Nano --out work/policy

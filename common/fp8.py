@@ -17,6 +17,7 @@ from torch import Tensor, nn
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 SMALLEST = 1e-30  # the least magnitude that sets a scale: its inverse must stay finite
+FORMAT = (E4M3, LARGEST, SMALLEST)
 MULTIPLE = 16  # torch._scaled_mm wants every dimension a multiple of it
 
 
@@ -33,9 +34,9 @@ def rounded(a: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def rows(a: Tensor) -> tuple[Tensor, Tensor]:
     """a [m, k] -> (a rounded along k, scales [m, 1])."""
     if a.is_cuda:
-        from . import fp8_kernels
+        from common import fp8_kernels
 
-        return fp8_kernels.rows(a.contiguous())
+        return fp8_kernels.rows(a.contiguous(), *FORMAT)
     return rounded(a, 1)
 
 
@@ -43,7 +44,7 @@ def rows(a: Tensor) -> tuple[Tensor, Tensor]:
 def transposed(q: Tensor) -> Tensor:
     """e4m3 [m, k] -> [k, m], row-major: both factors of a float8 product must have the summed dimension last."""
     if q.is_cuda:
-        from . import fp8_kernels
+        from common import fp8_kernels
 
         return fp8_kernels.transposed(q)
     return q.t().contiguous()
@@ -61,9 +62,9 @@ def both(dy: Tensor, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tenso
     """dy [m, n], factors float32 [m, 1] and [n, 1] -> (dy * of_columns rounded along n, its scales [m, 1],
     dy * of_rows rounded along m and transposed [n, m], its scales [n, 1])."""
     if dy.is_cuda:
-        from . import fp8_kernels
+        from common import fp8_kernels
 
-        return fp8_kernels.both(dy.contiguous(), of_rows, of_columns)
+        return fp8_kernels.both(dy.contiguous(), of_rows, of_columns, *FORMAT)
     q, scale = rounded(dy.float() * of_columns.t(), 1)
     qt, scale_t = rounded(dy.float() * of_rows, 0)
     return q, scale, qt.t().contiguous(), scale_t.t().contiguous()

@@ -1,11 +1,12 @@
-"""The roundings of common/fp8.py as Triton kernels; each reads its input as seldom as it can. CUDA, or a CPU with TRITON_INTERPRET=1 (tests)."""
+"""The roundings of common/fp8.py as Triton kernels; each reads its input as seldom as it can. CUDA, or a CPU with TRITON_INTERPRET=1 (tests).
+
+dtype, largest, smallest: what is rounded to, its largest value, and the least magnitude that sets a scale.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from .fp8 import E4M3, LARGEST, SMALLEST
 
 TILE = 64
 
@@ -78,10 +79,10 @@ def _both(
     tl.store(scales_t + j, scale_t, mask=(j < n) & (tl.program_id(0) == 0))
 
 
-def rows(a: Tensor) -> tuple[Tensor, Tensor]:
+def rows(a: Tensor, dtype: torch.dtype, largest: float, smallest: float) -> tuple[Tensor, Tensor]:
     m, k = a.shape
-    q, scales = torch.empty_like(a, dtype=E4M3), a.new_empty(m, 1, dtype=torch.float32)
-    _rows[(m,)](a, q, scales, k, LARGEST, SMALLEST, triton.next_power_of_2(k), num_warps=8)
+    q, scales = torch.empty_like(a, dtype=dtype), a.new_empty(m, 1, dtype=torch.float32)
+    _rows[(m,)](a, q, scales, k, largest, smallest, triton.next_power_of_2(k), num_warps=8)
     return q, scales
 
 
@@ -92,12 +93,14 @@ def transposed(q: Tensor) -> Tensor:
     return out
 
 
-def both(dy: Tensor, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def both(
+    dy: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype, largest: float, smallest: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, n = dy.shape
     row_amax, column_amax = dy.new_zeros(m, dtype=torch.float32), dy.new_zeros(n, dtype=torch.float32)
-    q, qt = dy.new_empty(m, n, dtype=E4M3), dy.new_empty(n, m, dtype=E4M3)
+    q, qt = dy.new_empty(m, n, dtype=dtype), dy.new_empty(n, m, dtype=dtype)
     scales, scales_t = (dy.new_empty(k, 1, dtype=torch.float32) for k in (m, n))
     factors = dy, of_rows, of_columns, row_amax, column_amax
     _both_amax[(triton.cdiv(m, TILE), triton.cdiv(n, 2 * TILE))](*factors, m, n, TILE, 2 * TILE)
-    _both[(triton.cdiv(m, TILE), triton.cdiv(n, TILE))](*factors, q, scales, qt, scales_t, m, n, LARGEST, SMALLEST, TILE)
+    _both[(triton.cdiv(m, TILE), triton.cdiv(n, TILE))](*factors, q, scales, qt, scales_t, m, n, largest, smallest, TILE)
     return q, scales, qt, scales_t

@@ -66,13 +66,14 @@ from common import fp8, fp8_kernels
 
 q = torch.randn(70, 96).to(fp8.E4M3)
 assert torch.equal(fp8_kernels.transposed(q).float(), q.t().float())
-fp8.E4M3 = fp8_kernels.E4M3 = torch.float32  # what is about to be rounded: Triton's interpreter does not round to e4m3 as a GPU does
+fp8.E4M3 = torch.float32  # what is about to be rounded: Triton's interpreter does not round to e4m3 as a GPU does
+form = (torch.float32, fp8.LARGEST, fp8.SMALLEST)
 torch.manual_seed(0)
 for m, n in ((70, 96), (16, 208), (130, 64)):
     a = (torch.randn(m, n) * torch.logspace(-5, 5, m)[:, None]).bfloat16()
     a[3] = 0
     factors = torch.rand(m, 1) + 0.1, torch.rand(n, 1) + 0.1
-    found, expected = (*fp8_kernels.rows(a), *fp8_kernels.both(a, *factors)), (*fp8.rounded(a, 1), *fp8.both(a, *factors))
+    found, expected = (*fp8_kernels.rows(a, *form), *fp8_kernels.both(a, *factors, *form)), (*fp8.rounded(a, 1), *fp8.both(a, *factors))
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 print("equal")
 """
