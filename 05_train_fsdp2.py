@@ -52,7 +52,16 @@ CPU_MICRO_BATCH = 8  # --micro-batch auto where there is no GPU memory to measur
 # Parts of policy.json, and the average, that a resume may change when told to. The trained set is not among them: Adam has nothing for new tensors.
 CHANGEABLE = ("base", "canvas", "data", "ema", "fps", "latent_shape", "prompt", "robot", "seed", "stats")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-FLAGS_KEPT = ("lr", "warmup", "lr_cycle", "global_batch")  # compared with the checkpoint's at a resume, and printed; the flags win
+FLAGS_KEPT = (
+    "lr",
+    "warmup",
+    "lr_cycle",
+    "global_batch",
+    "micro_batch",
+    "dtype",
+    "compile",
+    "fp8",
+)  # compared with the checkpoint's at a resume, and printed; the flags win
 
 
 def micro_batch(text: str) -> int | str:
@@ -101,11 +110,15 @@ def parse_args(argv=None):
         metavar="F",
         help="with --compile: share of a layer's activations to keep for the backward pass; the compiler recomputes the rest, cheapest first",
     )
-    add("--fp8", action="store_true", help="the layers' matrix products in float8 while training (needs a GPU of Ada's or Hopper's age)")
+    add(
+        "--fp8",
+        action="store_true",
+        help="the layers' matrix products in float8 while training (compute capability 8.9 or later; emulated without a GPU)",
+    )
     add(
         "--keep-gathered",
         action="store_true",
-        help="gather each layer's weights once a step, not twice a micro-batch: 2 bytes a parameter more",
+        help="gather each layer's weights once a step, not twice a micro-batch: 2 bytes a parameter more on each GPU",
     )
     add(
         "--max-bad-steps",
@@ -306,13 +319,19 @@ class GradientMemory:
 
     FSDP takes the reduced gradients from its own stream's pool, and freed memory does not go from one stream's pool to another's: where they are
     large (26 GiB on one GPU) and memory is short, the allocator then empties one pool for the other twice a step, with the GPU waiting.
-    Safe since FSDP makes its stream wait for the training one just before it allocates, and the other way round before the gradients are used.
+    Safe since FSDP makes its stream wait for the training one just before it allocates, and the other way round before the gradients are used;
+    and since the buffers are the gradients themselves (float32 as the weights, one reduction a step), which live until zero_grad.
     """
+
+    def __init__(self, device):
+        import torch
+
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def allocate(self, size, *, dtype, device):
         import torch
 
-        with torch.cuda.stream(torch.cuda.default_stream(device) if device.type == "cuda" else None):
+        with torch.cuda.stream(self.stream):
             return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
@@ -345,7 +364,7 @@ def build_tower(config: dict, mesh, device, dtype, args):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not args.keep_gathered)
     fully_shard(tower, mesh=mesh, mp_policy=policy)
     for module in (tower, tower.time_embedder, *tower.layers):
-        module.set_custom_reduce_scatter(GradientMemory())
+        module.set_custom_reduce_scatter(GradientMemory(device))
     cosmos3.materialize(tower, device)
     wrong = [n for n, p in tower.named_parameters() if p.dtype != torch.float32 or p.device.type != device.type]
     assert not wrong, f"not a float32 shard on {device}: {wrong[:5]}"
@@ -768,6 +787,10 @@ def plan(args) -> dict:
 
 def find_resume(args) -> Path | None:
     """The checkpoint to go on from; None for a start at step 0. Raises OutputExists or Precondition for a run folder in the way."""
+    from common import weights
+
+    if args.out.is_file():
+        raise OutputExists("a run folder at --out, or nothing", f"the file {args.out}", "pass another --out")
     newest = next(reversed(checkpoints(args.out)), None)
     if not args.resume:
         if args.out.exists():
@@ -784,18 +807,19 @@ def find_resume(args) -> Path | None:
         place = newest
     else:
         place = Path(args.resume)
+    others = [f"--resume {c}" for c in checkpoints(args.out) if c.resolve() != place.resolve() and (c / "optim").is_dir()]
+    another = f"pass {others[-1]}" if others else "pass another one"
     missing = [n for n in ("COMPLETE", "policy.json", "train.json") if not (place / n).is_file()]
     if missing:
-        raise Precondition(
-            "a complete global_step_N folder", f"{place} without {', '.join(missing)}", "pass another one, or --resume alone for the newest"
-        )
+        raise Precondition("a complete global_step_N folder", f"{place} without {', '.join(missing)}", another)
     if not (place / "optim").is_dir():
         raise Precondition(
             "Adam's moments beside the weights",
             f"{place} without optim/ (--slim-old drops it): it can be converted, not resumed",
-            "pass another one, or --resume alone for the newest",
+            another,
         )
-    if newest and read_step(newest) > read_step(place):
+    weights.read_dcp_metadata(place / "optim")  # the weights' own are checked when they are opened
+    if read_step(place) < (read_step(newest) if newest else 0):
         raise OutputExists(
             f"no checkpoint after step {read_step(place)} in --out", f"{newest}", "pass another --out, so that the two branches do not mix"
         )
@@ -803,7 +827,10 @@ def find_resume(args) -> Path | None:
 
 
 def read_step(checkpoint: Path) -> int:
-    return json.loads((checkpoint / "train.json").read_text())["step"]
+    try:
+        return json.loads((checkpoint / "train.json").read_text())["step"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Precondition("a readable train.json", f"{error!r} in {checkpoint}", "pass another checkpoint, or remove this one") from error
 
 
 def leaves(value, prefix="") -> dict:
@@ -837,9 +864,9 @@ def check_resume(checkpoint: Path, policy: dict, train_state: dict, args) -> dic
         )
     was, flags = train_state["flags"], {k: getattr(args, k) for k in FLAGS_KEPT}
     return {
-        f"resume {k.replace('_', '-')}": f"{was[k]:g} in the checkpoint, {flags[k]:g} from now on"
+        f"resume {k.replace('_', '-')}": f"{was[k]} in the checkpoint, {flags[k]} from now on"
         for k in FLAGS_KEPT
-        if k == "lr" or was[k] != flags[k]
+        if k == "lr" or was.get(k, flags[k]) != flags[k]
     }
 
 
@@ -915,12 +942,18 @@ def checksums(tower):
     return sums
 
 
-def check_moved(tower, before) -> None:
-    """Raises VerifyFailed with the names of trained tensors that have the same checksum as `before`."""
-    still = [k for k, a, b in zip(canonical(tower), before.tolist(), checksums(tower).tolist(), strict=True) if a == b]
+def check_moved(tower, optimizer, before) -> None:
+    """Raises VerifyFailed with the names of trained tensors that have the same checksum as `before`, or that only weight decay has moved."""
+    import torch
+    import torch.distributed as dist
+
+    moments = torch.stack([optimizer.state[p]["exp_avg"].to_local().count_nonzero() for p in canonical(tower).values()])
+    dist.all_reduce(moments)
+    rows = zip(canonical(tower), before.tolist(), checksums(tower).tolist(), moments.tolist(), strict=True)
+    still = [k for k, old, new, nonzero in rows if old == new or not nonzero]
     if still:
         raise VerifyFailed(
-            f"every trained tensor to move in {MOVED_BY} steps",
+            f"every trained tensor to move in {MOVED_BY} steps by its gradient",
             f"{len(still)} that did not: {', '.join(still[:10])}",
             "look at --lr and --warmup, and at what these tensors do in the forward pass",
         )
@@ -1129,7 +1162,11 @@ def train(args, p: dict) -> dict:
     parameters = [q for g in optimizer.param_groups for q in g["params"]]
     first, pace, bad_in_a_row = state["step"] + 1, [], 0
     at_start = checksums(tower) if first == 1 else None
-    last, loss, failed = p["resume"], math.nan, None
+    last, loss, failed, warned, retries = p["resume"], math.nan, None, False, math.inf
+
+    def alloc_retries() -> int:
+        """How often the allocator has had to give memory back to go on."""
+        return torch.cuda.memory_stats()["num_alloc_retries"] if cuda else 0
 
     with run_folder(args, p, rank) as (log, write_scalars), Stop().installed() as stop:
         if why:
@@ -1187,7 +1224,7 @@ def train(args, p: dict) -> dict:
             optimizer.zero_grad()
             state |= {"step": step, "samples": state["samples"] + args.global_batch, "ema_updates": ema.updates if ema else 0}
             if at_start is not None and step - state["skipped"] == MOVED_BY:
-                check_moved(tower, at_start)
+                check_moved(tower, optimizer, at_start)
                 log(f"[ok] moved: each of {len(at_start)} trained tensors within {MOVED_BY} steps")
                 at_start = None
 
@@ -1197,7 +1234,6 @@ def train(args, p: dict) -> dict:
             if step == first:
                 log(f"[ok] first step: done {time.monotonic() - p['began']:.1f} s after the launch")
                 log(memory_table(held, cuda))
-                retries = torch.cuda.memory_stats()["num_alloc_retries"] if cuda else 0
             if len(pace) == 10:  # the first step compiles and warms up
                 typical = statistics.median(pace[1:])
                 log(f"[ok] pace: {typical:.2f} s a step: {(args.steps - step) * typical / 3600:.1f} h to step {args.steps}")
@@ -1213,11 +1249,11 @@ def train(args, p: dict) -> dict:
                     "train/samples_per_s": args.global_batch / seconds,
                 }
                 peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-                if cuda and torch.cuda.memory_stats()["num_alloc_retries"] > retries:
+                if alloc_retries() > retries:
                     log(
                         "[warn] memory: so full that the GPU waits for the allocator to make room; a smaller --activation-budget or --micro-batch leaves it some"
                     )
-                    retries = math.inf  # said once
+                    warned = True
                 scalars |= ({"memory/peak_gib": peak} if cuda else {}) | ({} if good else {"train/skipped_steps": state["skipped"]})
                 write_scalars(scalars, step)
                 log(
@@ -1249,6 +1285,7 @@ def train(args, p: dict) -> dict:
                     for line in prune(args) if rank == 0 else ():
                         log(f"[ok] pruned: {line}")
                     stopping = stopping or first_of(stop.name)  # a signal during the save needs no further step
+            retries = math.inf if warned else alloc_retries()  # those of validating and saving do not count
             if stopping:
                 log(f"[ok] stopped: {stop.name or 'signal to another rank'} at step {step}; --resume goes on")
                 break

@@ -2,7 +2,7 @@
 
 Run:    python 07_read_tb.py work/run [RUN ...] [--csv points.csv] [--csv-wide steps.csv] [--json table.json] [--plot curves.png] [--compare]
         python 07_read_tb.py work/run --follow          python 07_read_tb.py work/run --expect libero-smoke --log work/run/run.log
-Reads:  RUN: a run folder, a tensorboard folder, an event file, or a root of several runs, live ones too; args.json beside it for the last step
+Reads:  RUN: a run folder, a tensorboard folder, an event file, or a root of several runs, live ones too; launches.jsonl or args.json beside it for the last step
 Writes: stdout, and the files named by --csv, --csv-wide, --json, --plot
 Needs:  common/console.py, common/tb.py (which says what is verified); pip: tensorboard, numpy; matplotlib for --plot
 Fails:  exit 3: no such path, no event file in it, or no scalar in its files; exit 4: an output exists (--force);

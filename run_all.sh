@@ -29,7 +29,8 @@ while [ $# -gt 0 ]; do
     case "$1" in
         -h|--help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
         --) shift; break ;;
-        --*) [ $# -ge 2 ] || usage "$1 needs a value" ;;
+        --tiny) usage "--tiny comes first, found behind other flags" ;;
+        --*) [ $# -ge 2 ] || usage "$1 needs a value, or is unknown (--help lists the flags)" ;;
     esac
     case "$1" in
         --work) WORK=$2 ;; --gpus) GPUS=$2 ;; --steps) STEPS=$2 ;; --global-batch) GLOBAL=$2 ;; --micro-batch) MICRO=$2 ;; --lr) LR=$2 ;;

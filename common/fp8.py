@@ -7,7 +7,7 @@ are gradients of what the forward pass computed; their scales, which then lie al
     dx = (dy * scales of W) W_q         dW = (dy * scales of X)^T X_q
 
 Without gradients (validation, sampling) a layer computes as it did, since a policy is served without float8.
-CUDA, compute capability 8.9 or later, by the kernels of common/fp8_kernels.py; elsewhere the same numbers by products in float32, for tests.
+CUDA, compute capability 8.9 or later, by the kernels of common/fp8_kernels.py; elsewhere the same rounding and products in float32, for tests.
 """
 
 import torch
@@ -37,7 +37,7 @@ def rows(a: Tensor) -> tuple[Tensor, Tensor]:
         from common import fp8_kernels
 
         return fp8_kernels.rows(a.contiguous(), *FORMAT)
-    return rounded(a, 1)
+    return rounded(a.contiguous(), 1)
 
 
 @torch.library.custom_op("cosmos::fp8_transposed", mutates_args=())
@@ -65,8 +65,9 @@ def both(dy: Tensor, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tenso
         from common import fp8_kernels
 
         return fp8_kernels.both(dy.contiguous(), of_rows, of_columns, *FORMAT)
-    q, scale = rounded(dy.float() * of_columns.t(), 1)
-    qt, scale_t = rounded(dy.float() * of_rows, 0)
+    dy = dy.float().contiguous()
+    q, scale = rounded(dy * of_columns.t(), 1)
+    qt, scale_t = rounded(dy * of_rows, 0)
     return q, scale, qt.t().contiguous(), scale_t.t().contiguous()
 
 
@@ -96,7 +97,8 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
     """e4m3 a [m, k] times e4m3 b [n, k] transposed, scales float32 [m, 1] and [n, 1] -> [m, n]."""
     if a.is_cuda:
         return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype, use_fast_accum=True)
-    return ((a.float() @ b.float().t()) * scale_a * scale_b.t()).to(dtype)
+    # A copy also in float32: what Dynamo finds twice among the results of a Function loses its gradient (torch 2.11).
+    return ((a.float() @ b.float().t()) * scale_a * scale_b.t()).to(dtype, copy=True)
 
 
 class _Linear(torch.autograd.Function):
@@ -121,7 +123,8 @@ class Float8Linear(nn.Linear):
         if not torch.is_grad_enabled():
             return F.linear(x, self.weight)
         tokens = x.flatten(0, -2)
-        padded = F.pad(tokens, (0, 0, 0, -len(tokens) % MULTIPLE))  # tokens are what dW sums over
+        short = -len(tokens) % MULTIPLE  # tokens are what dW sums over
+        padded = F.pad(tokens, (0, 0, 0, short)) if short else tokens
         return _Linear.apply(padded, self.weight)[: len(tokens)].view(*x.shape[:-1], -1)
 
 

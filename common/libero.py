@@ -490,9 +490,13 @@ def read_manifest(folder: Path) -> dict:
     folder = Path(folder)
     if not (folder / "COMPLETE").is_file():
         raise Precondition("a finished encoded cache", f"no COMPLETE in {folder}", "run 04_fetch_libero.py encode (again: it resumes)")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    if manifest["version"] != CACHE_VERSION:
-        raise Precondition(f"cache version {CACHE_VERSION}", f"{manifest['version']} in {folder}", "encode again with this version")
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        version = manifest["version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Precondition("a readable manifest.json", f"{error!r} in {folder}", "encode again, to another --out") from error
+    if version != CACHE_VERSION:
+        raise Precondition(f"cache version {CACHE_VERSION}", f"{version} in {folder}", "encode again with this version")
     return manifest
 
 

@@ -145,7 +145,7 @@ class Run:
     restarts: list[tuple[float, int]] = field(default_factory=list)  # (wall, first step) of each later writer
     writers_at_once: bool = False
     last_event: float = 0.0  # seconds since the epoch
-    max_steps: int | None = None  # `steps` of the run's args.json
+    max_steps: int | None = None  # `steps` of the run's newest launch
 
     def refresh(self, paths: list[Path]) -> bool:
         """Read what these files hold beyond what was read before; was there anything?"""
@@ -250,11 +250,16 @@ def parse(record: bytes):
 
 
 def max_steps(folder: Path) -> int | None:
-    """`steps` of the args.json in a run folder, seen from it or from its tensorboard folder; None where there is none to read."""
-    path = (folder.parent if folder.name == "tensorboard" else folder) / "args.json"
+    """`steps` of the newest launch in a run folder (launches.jsonl; args.json is what the run began with), seen from it or from its tensorboard
+    folder; None where there is none to read."""
+    run = folder.parent if folder.name == "tensorboard" else folder
     try:
-        steps = json.loads(path.read_text())["steps"]
-    except (OSError, ValueError, TypeError, KeyError):  # another project's file of that name
+        launches = run / "launches.jsonl"
+        found = (
+            json.loads(launches.read_text().splitlines()[-1])["args"] if launches.is_file() else json.loads((run / "args.json").read_text())
+        )
+        steps = found["steps"]
+    except (OSError, ValueError, TypeError, KeyError, IndexError):  # another project's file of that name
         return None
     return steps if isinstance(steps, int) else None
 

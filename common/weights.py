@@ -265,6 +265,8 @@ def _dcp_reader(folder: Path):
 
 def read_dcp_metadata(folder: Path):
     """The Metadata of a DCP, its shard files checked to be present and long enough. Raises Precondition otherwise."""
+    if not (folder / ".metadata").is_file():
+        raise Precondition("a DCP", f"no .metadata in {folder}", "copy or write the checkpoint again")
     try:
         metadata = _dcp_reader(folder).read_metadata()
     except (ModuleNotFoundError, AttributeError, pickle.UnpicklingError, EOFError) as error:

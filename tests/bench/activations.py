@@ -1,4 +1,4 @@
-"""What one generation layer keeps for its backward pass, eager and compiled: the source of common/budget.py's two constants.
+"""What one generation layer keeps for its backward pass, eager and compiled: the source of common/budget.py's constants.
 
 Run:  python tests/bench/activations.py            a CPU, about a minute (the compiler); shares are those of 05 --activation-budget
 A layer of Nano's proportions (32 query and 8 key/value heads of 128 on 4096 become 4 and 1 on 512, feed-forward three times as wide),

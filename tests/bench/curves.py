@@ -74,7 +74,7 @@ def main() -> int:
 
     seeds, changes = apart(("plain", 2), ("plain", 1)), [apart(("changed", s), ("plain", s)) for s in SEEDS]
     said = f"the change moves the last half by {changes[0]:.2%} and {changes[1]:.2%}, the other seed by {seeds:.2%}"
-    if max(changes) > seeds:
+    if not all(change <= seeds for change in changes):  # a NaN is no success
         console.fail("curves", said)
         return console.EXIT_VERIFY
     console.ok("curves", said)
