@@ -99,7 +99,7 @@ ARTEFACTS = (
     ("policy", "policy/model_diffusers/COMPLETE", "06_convert_ckpt.py"),
 )
 
-# --plan. Samples/s of one H200 with --compile and no layer recomputed whole (RUNS.md, "the trainer on one H200: 45.4 samples/s): three
+# --plan. Samples/s of one H200 with --compile and no layer recomputed whole (RUNS.md, "the trainer on one H200: 45.4 samples/s ..."): three
 # passes of work, one forward and twice that backward; recomputed layers add theirs again. Other GPUs differ by their bf16 rate.
 SAMPLES_PER_SECOND, PASSES = 45.4, 3
 TOKENS, TEXT = 266, 140  # generation tokens of a LIBERO sample; tokens of a prompt, about

@@ -20,7 +20,7 @@ import torch
 from conftest import REPO, load_script
 from trainer import TORCHRUN, change_stats, fork_ranks, here, on_ranks, small, tensors, train
 
-from common import libero, quantile, weights
+from common import cosmos3, libero, quantile, weights
 from common.console import Precondition
 
 
@@ -300,6 +300,37 @@ def test_tensors_that_do_not_move_are_named(walk, tmp_path):
     _, code, text = here(walk, tmp_path / "run", "--steps", 12, "--lr", 1e-20, "--save-every", 12)
     assert code == 5 and "every trained tensor to move in 10 steps" in text and "language_model.model.layers.0." in text
     assert not steps(tmp_path / "run")
+
+
+def test_a_tensor_that_only_decays_has_not_moved(walk, tmp_path, monkeypatch):
+    """Layers whose output is multiplied by zero get gradients of zero; weight decay changes them all the same, and the run still stops with exit 5."""
+    forward = cosmos3.GenLayer.forward
+    monkeypatch.setattr(cosmos3.GenLayer, "forward", lambda layer, x, *rest: x + 0 * forward(layer, x, *rest))
+    _, code, text = here(walk, tmp_path / "run", "--steps", 10, "--save-every", 0)
+    assert code == 5 and "by its gradient; found 22 that did not" in text and "language_model.model.layers.0." in text
+
+
+def test_a_damaged_checkpoint_is_named_with_the_one_before_it(walk, short, tmp_path):
+    """--resume from a newest checkpoint without the optimizer's metadata, with a cut shard of it, or a garbled train.json: exit 3, what is wrong,
+    and nothing is changed."""
+    for damage, said in (("metadata", "no .metadata in"), ("shard", "missing or cut short"), ("train", "a readable train.json")):
+        out = tmp_path / damage
+        shutil.copytree(short[0], out)
+        newest = train.checkpoints(out)[-1]
+        optim = newest / "optim"
+        if damage == "metadata":
+            (optim / ".metadata").unlink()
+        elif damage == "shard":
+            shard = next(optim.glob("*.distcp"))
+            shard.write_bytes(shard.read_bytes()[:1000])
+        else:
+            (newest / "train.json").write_text("{")
+        before = {f: f.stat().st_mtime_ns for f in out.rglob("*") if f.name != "lock"}
+        _, code, text = here(walk, out, "--steps", 9, "--resume")
+        assert code == 3 and said in text, text
+        assert {f: f.stat().st_mtime_ns for f in out.rglob("*") if f.name != "lock"} == before
+    (newest / "train.json").unlink()
+    assert f"pass --resume {train.checkpoints(out)[-2]}" in here(walk, out, "--steps", 9, "--resume")[2]
 
 
 # ---------------------------------------------------------------- keeping and slimming

@@ -4,7 +4,8 @@ Run:    python tests/bench/synthetic.py --layers 36 --out work/synthetic
 Writes: OUT/Cosmos3-Nano (transformer/ at Nano width with --layers layers in bf16: 28.3 GiB at 36; the other components tiny) and OUT/cache
 
 The prompts' keys and values are computed by stage 04's own code at full width. Latents and actions have the real shapes and can be learned: a
-suite is one long trajectory of 16 slow oscillations; a window's latents are a fixed mixture of them, its actions six of them.
+suite is one long trajectory of 16 slow oscillations, the same in all; a window's latents are a fixed mixture of them, its actions seven of them (the
+gripper: the sign of one).
 """
 
 import argparse
