@@ -41,6 +41,7 @@ from common.console import (
     done,
     fail,
     human_bytes,
+    json_file,
     ok,
     plan,
     run_stage,
@@ -631,7 +632,7 @@ def parse_args(argv=None):
     add("--steps", type=int, default=5000, help="with --plan: as in stage 05")
     add("--save-every", type=int, default=500, help="with --plan: as in stage 05")
     add("--keep-last", type=int, default=0, help="with --plan: as in stage 05; 0: all")
-    add("--json", type=Path, metavar="FILE", help="write the table")
+    add("--json", type=json_file, metavar="FILE", help="write the table")
     add("--dry-run", action="store_true", help="print what would be tried and stop")
     args = parser.parse_args(argv)
     args.sim_python = args.sim_python or sys.executable

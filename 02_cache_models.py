@@ -327,7 +327,7 @@ def parse_args(argv=None):
     shared.add_argument("--work", type=Path, default=Path("work"), help="root of this project's outputs (default: %(default)s)")
     shared.add_argument("--models", type=Path, help="parent of the folder Cosmos3-Nano (default: <work>/models)")
     shared.add_argument("--hub", type=Path, help="hub cache (default: as huggingface_hub resolves it; <work>/hub with --tiny)")
-    shared.add_argument("--json", type=Path, metavar="FILE", help="write what the check found")
+    shared.add_argument("--json", type=console.json_file, metavar="FILE", help="write what the check found")
     shared.add_argument("--force", action="store_true", help="do it again even where the asset is complete (default: %(default)s)")
     shared.add_argument("--dry-run", action="store_true", help="print the plan and stop (default: %(default)s)")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **look)

@@ -31,7 +31,7 @@ def parse_args(argv=None):
     parser.add_argument("--with-vision", action="store_true", help="also the vision tower, as cosmos-framework's own base DCP has it")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--json", type=Path, help="write the result as JSON to this file")
+    parser.add_argument("--json", type=console.json_file, help="write the result as JSON to this file")
     return parser.parse_args(argv)
 
 

@@ -56,7 +56,7 @@ def parse_args(argv=None):
         )
         which.add_argument("--suites", nargs="+", help="suite folders by name instead, libero_90 for one")
         sub.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-        sub.add_argument("--json", type=Path, help="write the result as JSON to this file")
+        sub.add_argument("--json", type=console.json_file, help="write the result as JSON to this file")
         return sub
 
     def camera_flags(sub):

@@ -140,7 +140,7 @@ def parse_args(argv=None):
     add("--save-every", type=int, default=500, help="steps between checkpoints, the last step included; 0: save nothing (for measuring)")
     add("--log-every", type=int, default=1, help="steps between log lines")
     add("--dry-run", action="store_true", help="print the plan and stop")
-    add("--json", type=Path, help="write the result as JSON to this file")
+    add("--json", type=console.json_file, help="write the result as JSON to this file")
     args = parser.parse_args(argv)
     for name in ("steps", "global_batch", "micro_batch", "warmup", "replicate", "log_every", "max_bad_steps", "val_windows"):
         if getattr(args, name) != "auto" and getattr(args, name) < 1:
@@ -150,6 +150,8 @@ def parse_args(argv=None):
             parser.error(f"--{name.replace('_', '-')} is at least 0")
     if not 0 < args.activation_budget <= 1:
         parser.error("--activation-budget is above 0 and at most 1")
+    if args.activation_budget != budget.ACTIVATION_BUDGET and not args.compile:
+        parser.error("--activation-budget is for the compiler: pass --compile, or --grad-checkpoint without it")
     if not args.lr > 0:
         parser.error("--lr is positive")
     if args.lr_cycle <= args.warmup:
@@ -769,7 +771,10 @@ def plan(args) -> dict:
     for line in lines:
         console_rank0(line)
     if args.save_every:
-        console.need_disk(args.out, nbytes, "one checkpoint")
+        free, wanted = console.need_disk(args.out, nbytes, "one checkpoint"), nbytes * math.ceil(args.steps / args.save_every)
+        if wanted > free and not (resume or args.keep_last or args.slim_old):
+            amounts = f"{console.human_bytes(free)} free, all checkpoints take {console.human_bytes(wanted)}"
+            console_rank0(f"[warn] disk: {amounts}; saves will fail unless there is more, or --keep-last 2 is passed")
     return {
         "source": source,
         "config": config,

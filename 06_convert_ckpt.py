@@ -56,7 +56,7 @@ def parse_args(argv=None):
     parser.add_argument("--sizes", action="store_true", help="print what Cosmos3-Nano weighs, from its name table alone, and stop")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--json", type=Path, help="write the result as JSON to this file")
+    parser.add_argument("--json", type=console.json_file, help="write the result as JSON to this file")
     args = parser.parse_args(argv)
     if not args.sizes and not (args.src and bool(args.out) != bool(args.verify)):
         parser.error("--src with either --out or --verify is required (or --sizes alone)")

@@ -82,7 +82,7 @@ def parse_args(argv=None):
             )
         sub.add_argument("--seed", type=int, default=0, help="of noise, and of the simulator")
         sub.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-        sub.add_argument("--json", type=Path, help="write the result as JSON to this file")
+        sub.add_argument("--json", type=console.json_file, help="write the result as JSON to this file")
         return sub
 
     one = command("openloop", "Predicted against recorded actions on held-out episodes, beside two baselines.")
@@ -221,6 +221,8 @@ class Policy:
         from common import cosmos3, wan_vae, weights
 
         self.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise Precondition(f"a GPU for --device {args.device}", "none that torch sees", "leave --device out, or python 01_check_env.py")
         self.stats, self.seed, self.steps, self.shift, self.guidance = stats, args.seed, args.num_steps, args.shift, args.guidance
         source = weights.open_source(args.model)
         transformer = cosmos3.build_transformer(weights.read_config(source))

@@ -115,8 +115,8 @@ def human_bytes(n: float) -> str:
     raise AssertionError("unreachable")
 
 
-def need_disk(path: Path, nbytes: int, what: str) -> None:
-    """Raise Precondition unless the file system of `path` (which may not exist yet) has `nbytes` free."""
+def need_disk(path: Path, nbytes: int, what: str) -> int:
+    """The free bytes of the file system of `path` (which may not exist yet). Raises Precondition unless they are `nbytes` or more."""
     there = Path(path).absolute()
     while not there.exists():
         there = there.parent
@@ -125,6 +125,7 @@ def need_disk(path: Path, nbytes: int, what: str) -> None:
         raise Precondition(
             f"{human_bytes(nbytes)} free at {there} for {what}", human_bytes(free), "free some space, or write to another disk"
         )
+    return free
 
 
 def check_output(out: Path, force: bool, marks: tuple[str, ...] = (), inputs: tuple[Path, ...] = ()) -> None:
@@ -193,6 +194,17 @@ def read_json(path: Path):
 def anywhere(record):
     """A record without its entries called "path": two that differ in nothing else are of the same things, which have been moved."""
     return {k: anywhere(v) for k, v in record.items() if k != "path"} if isinstance(record, dict) else record
+
+
+def json_file(text: str) -> Path:
+    """The type of a --json flag: a path that is free, or holds JSON, which may be replaced. Anything else there is a usage error."""
+    path = Path(text)
+    if path.is_file() and path.stat().st_size:
+        try:
+            json.loads(path.read_text())
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{path} exists and is not JSON: it would be lost; name another file") from None
+    return path
 
 
 def write_json(path: Path, value) -> None:

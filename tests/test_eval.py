@@ -88,6 +88,14 @@ def policy(walk):
     return args, one, stage.server_info(args, record, one)
 
 
+def test_a_gpu_that_is_not_there_is_said(walk, monkeypatch):
+    """--device cuda where torch sees no GPU: exit 3 with what to do."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    record, stats = stage.read_policy(walk / POLICY)
+    with pytest.raises(Precondition, match="none that torch sees"):
+        stage.Policy(stage.parse_args(["serve", "--model", str(walk / POLICY), "--device", "cuda"]), record, stats)
+
+
 def pictures(count: int, seed: int = 0) -> np.ndarray:
     """Pictures uint8 [count, 256, 512, 3], each another colour and texture."""
     rng = np.random.default_rng(seed)

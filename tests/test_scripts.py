@@ -72,6 +72,19 @@ def test_scripts_import_no_scripts_and_common_makes_no_circles():
         assert not re.search(r"import_module|spec_from_file_location|from tests|import tests", text), script
 
 
+@pytest.mark.parametrize("script", ["01_check_env.py", "03_base_to_dcp.py", "05_train_fsdp2.py", "06_convert_ckpt.py"])
+def test_json_replaces_nothing_but_json(script, tmp_path, capsys):
+    """--json on a file of something else is a usage error that names it, and the file stays; on JSON, or nothing, it is taken."""
+    stage, precious = load_script(script.removesuffix(".py")), tmp_path / "precious.md"
+    precious.write_text("# mine")
+    with pytest.raises(SystemExit) as caught:
+        stage.parse_args(["--json", str(precious)])
+    assert caught.value.code == 2 and "precious.md exists and is not JSON" in capsys.readouterr().err and precious.read_text() == "# mine"
+    precious.write_text("{}")
+    for path in (precious, tmp_path / "new.json"):
+        assert stage.parse_args(["--json", str(path), *(["--sizes"] if script[:2] == "06" else [])]).json == path
+
+
 def snapshot(folder):
     return sorted((str(p.relative_to(folder)), p.stat().st_mtime_ns) for p in folder.rglob("*"))
 

@@ -245,6 +245,10 @@ def test_too_little_space_is_known_before_writing(walk, running, tmp_path, monke
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=need - 1))
     _, code, text = here(walk, tmp_path / "new", "--steps", 1)
     assert code == 3 and "5.89 MiB free" in text and not (tmp_path / "new").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=2 * need))  # for two of five: a warning
+    for flags, warns in ((), True), (("--keep-last", 1), False):
+        _, code, text = here(walk, tmp_path / "new", "--steps", 10, "--save-every", 2, "--dry-run", *flags)
+        assert code == 0 and ("[warn] disk: 11.78 MiB free, all checkpoints take 29.44 MiB" in text) == warns
     frees = itertools.chain([need], itertools.repeat(need - 1))  # enough at the start, never again
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=next(frees)))
     losses, code, text = here(walk, running, "--steps", 4, "--save-every", 1, "--resume")
@@ -434,6 +438,7 @@ def test_learning_rate_comes_from_the_flags(walk, running):
         (["--slim-old", "--save-every", "0"], "--save-every 0"),
         (["--micro-batch", "many"], "--micro-batch"),
         (["--micro-batch", "0"], "at least 1"),
+        (["--activation-budget", "0.5"], "pass --compile"),
         (["--learning-rate", "1"], "unrecognized"),
         (["--allow-change", "trained"], "invalid choice: 'trained'"),
     ],
