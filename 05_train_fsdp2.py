@@ -65,6 +65,8 @@ FLAGS_KEPT = (
 
 
 def micro_batch(text: str) -> int | str:
+    if text != "auto" and not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"a number from 1 on, or auto; found {text!r}")
     return text if text == "auto" else int(text)
 
 

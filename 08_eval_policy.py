@@ -132,6 +132,8 @@ def parse_args(argv=None):
     for name in counts:
         if getattr(args, name, 1) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
+    if getattr(args, "shift", 1) <= 0 or getattr(args, "guidance", 1) < 0:
+        parser.error("--shift is above 0 and --guidance at least 0")
     if args.seed < 0:
         parser.error("--seed is at least 0")
     if args.do == "serve" and args.max_waiting < args.max_batch:

@@ -88,6 +88,14 @@ def policy(walk):
     return args, one, stage.server_info(args, record, one)
 
 
+@pytest.mark.parametrize("flags", [["--shift", "0"], ["--guidance", "-1"], ["--num-steps", "0"]])
+def test_what_no_sampler_can_use_is_a_usage_error(flags, capsys):
+    """Values that could only end in NaN: exit 2, and no word against the checkpoint."""
+    with pytest.raises(SystemExit) as caught:
+        stage.parse_args(["openloop", *flags])
+    assert caught.value.code == 2 and flags[0] in capsys.readouterr().err
+
+
 def test_a_gpu_that_is_not_there_is_said(walk, monkeypatch):
     """--device cuda where torch sees no GPU: exit 3 with what to do."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -436,7 +436,7 @@ def test_learning_rate_comes_from_the_flags(walk, running):
         (["--steps", "20000"], "beyond --lr-cycle"),
         (["--keep-every", "5"], "--keep-last, which is off"),
         (["--slim-old", "--save-every", "0"], "--save-every 0"),
-        (["--micro-batch", "many"], "--micro-batch"),
+        (["--micro-batch", "many"], "a number from 1 on, or auto; found 'many'"),
         (["--micro-batch", "0"], "at least 1"),
         (["--activation-budget", "0.5"], "pass --compile"),
         (["--learning-rate", "1"], "unrecognized"),
