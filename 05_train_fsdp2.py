@@ -52,22 +52,15 @@ CPU_MICRO_BATCH = 8  # --micro-batch auto where there is no GPU memory to measur
 # Parts of policy.json, and the average, that a resume may change when told to. The trained set is not among them: Adam has nothing for new tensors.
 CHANGEABLE = ("base", "canvas", "data", "ema", "fps", "latent_shape", "prompt", "robot", "seed", "stats")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-FLAGS_KEPT = (
-    "lr",
-    "warmup",
-    "lr_cycle",
-    "global_batch",
-    "micro_batch",
-    "dtype",
-    "compile",
-    "fp8",
-)  # compared with the checkpoint's at a resume, and printed; the flags win
+# Compared with the checkpoint's at a resume, and printed; the flags win.
+FLAGS_KEPT = ("lr", "warmup", "lr_cycle", "global_batch", "micro_batch", "dtype", "compile", "fp8")
 
 
 def micro_batch(text: str) -> int | str:
-    if text != "auto" and not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"a number from 1 on, or auto; found {text!r}")
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a number from 1 on, or auto; found {text!r}") from None
 
 
 def parse_args(argv=None):
@@ -367,12 +360,18 @@ def build_tower(config: dict, mesh, device, dtype, args):
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not args.keep_gathered)
     fully_shard(tower, mesh=mesh, mp_policy=policy)
-    for module in (tower, tower.time_embedder, *tower.layers):
-        module.set_custom_reduce_scatter(GradientMemory(device))
+    memory = GradientMemory(device)
+    for module in sharded(tower):
+        module.set_custom_reduce_scatter(memory)
     cosmos3.materialize(tower, device)
     wrong = [n for n, p in tower.named_parameters() if p.dtype != torch.float32 or p.device.type != device.type]
     assert not wrong, f"not a float32 shard on {device}: {wrong[:5]}"
     return tower
+
+
+def sharded(tower) -> tuple:
+    """The modules that FSDP gathers and reduces, one at a time."""
+    return tower, tower.time_embedder, *tower.layers
 
 
 def canonical(tower) -> dict:
@@ -666,8 +665,8 @@ def lock_run(out: Path):
             file.truncate(0)
 
 
-def forecast(args, config: dict, manifest: dict, text: int, world: int) -> tuple[dict, int]:
-    """(what a run will take, as plan lines; bytes of one checkpoint), from shapes alone. text: tokens of the longest prompt."""
+def forecast(args, config: dict, manifest: dict, text: int, world: int) -> tuple[dict, int, int]:
+    """(what a run will take, as plan lines; bytes of one checkpoint; of all), from shapes alone. text: tokens of the longest prompt."""
     human = console.human_bytes
     shapes = keys.shapes(config, sound=False)
     names = keys.trained(shapes)
@@ -696,17 +695,22 @@ def forecast(args, config: dict, manifest: dict, text: int, world: int) -> tuple
         activations = f"about {human(peak)} for activations in bf16: {human(state['gpu'] + state['ema'] + prompts + peak)} in all"
     nbytes = budget.checkpoint_bytes(parameters, args.ema)
     saves = math.ceil(args.steps / args.save_every) if args.save_every else 0
+    in_all = nbytes * saves
     kept = f", the newest {args.keep_last} stay" if args.keep_last else ""
-    return {
-        "trained": f"{len(names)} tensors, {parameters} parameters",
-        "learning rates": groups,
-        "batch": f"{args.global_batch} = micro {args.micro_batch} x ranks {world} x {accumulation}",
-        "windows": ", ".join(f"{n} {w} ({args.steps * args.global_batch / len(windows) / w:.1f} epochs)" for n, w in windows.items()),
-        "work": f"{args.steps} steps of {args.global_batch * tokens} tokens and {flops / 1e12:.4g} TFLOP (without recomputation)",
-        "memory": f"{human(state['gpu'])} a rank for weights, gradients and Adam, {human(state['ema'])} for EMA, {human(prompts)} for prompts; {activations}",
-        "host memory": f"{human(state['host'])} a rank for EMA ({args.ema})",
-        "checkpoint": f"{human(nbytes)} each, {saves} in all: {human(nbytes * saves)}{kept}",
-    }, nbytes
+    return (
+        {
+            "trained": f"{len(names)} tensors, {parameters} parameters",
+            "learning rates": groups,
+            "batch": f"{args.global_batch} = micro {args.micro_batch} x ranks {world} x {accumulation}",
+            "windows": ", ".join(f"{n} {w} ({args.steps * args.global_batch / len(windows) / w:.1f} epochs)" for n, w in windows.items()),
+            "work": f"{args.steps} steps of {args.global_batch * tokens} tokens and {flops / 1e12:.4g} TFLOP (without recomputation)",
+            "memory": f"{human(state['gpu'])} a rank for weights, gradients and Adam, {human(state['ema'])} for EMA, {human(prompts)} for prompts; {activations}",
+            "host memory": f"{human(state['host'])} a rank for EMA ({args.ema})",
+            "checkpoint": f"{human(nbytes)} each, {saves} in all: {human(in_all)}{kept}",
+        },
+        nbytes,
+        in_all,
+    )
 
 
 def plan(args) -> dict:
@@ -742,7 +746,7 @@ def plan(args) -> dict:
             f"{args.global_batch} = {micro} x {world} x {args.global_batch / micro / world:g}, replicate {args.replicate}",
             "change --global-batch, --micro-batch, --replicate or the number of ranks",
         )
-    lines, nbytes = forecast(args, config, manifest, text, world)
+    lines, nbytes, in_all = forecast(args, config, manifest, text, world)
     resume = find_resume(args)
     lines["from"] = resume or f"{source.path} ({source.kind})"
     policy = {
@@ -764,7 +768,7 @@ def plan(args) -> dict:
     }
     train_state = {"step": 0, "samples": 0, "ema": False, "ema_updates": 0, "skipped": 0}
     if resume:
-        train_state = json.loads((resume / "train.json").read_text())
+        train_state = read_state(resume)
         lines |= check_resume(resume, policy, train_state, args)
     load_ema = train_state["ema"] and args.ema != "off"
     train_state["ema"] = args.ema != "off"
@@ -773,9 +777,9 @@ def plan(args) -> dict:
     for line in lines:
         console_rank0(line)
     if args.save_every:
-        free, wanted = console.need_disk(args.out, nbytes, "one checkpoint"), nbytes * math.ceil(args.steps / args.save_every)
-        if wanted > free and not (resume or args.keep_last or args.slim_old):
-            amounts = f"{console.human_bytes(free)} free, all checkpoints take {console.human_bytes(wanted)}"
+        free = console.need_disk(args.out, nbytes, "one checkpoint")
+        if in_all > free and not (resume or args.keep_last or args.slim_old):
+            amounts = f"{console.human_bytes(free)} free, all checkpoints take {console.human_bytes(in_all)}"
             console_rank0(f"[warn] disk: {amounts}; saves will fail unless there is more, or --keep-last 2 is passed")
     return {
         "source": source,
@@ -833,11 +837,18 @@ def find_resume(args) -> Path | None:
     return place
 
 
-def read_step(checkpoint: Path) -> int:
+def read_state(checkpoint: Path) -> dict:
+    """What train.json holds: step, samples and flags of the run. Raises Precondition where that cannot be read."""
     try:
-        return json.loads((checkpoint / "train.json").read_text())["step"]
+        state = json.loads((checkpoint / "train.json").read_text())
+        state["step"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Precondition("a readable train.json", f"{error!r} in {checkpoint}", "pass another checkpoint, or remove this one") from error
+    return state
+
+
+def read_step(checkpoint: Path) -> int:
+    return read_state(checkpoint)["step"]
 
 
 def leaves(value, prefix="") -> dict:
@@ -1024,7 +1035,6 @@ def validate(tower, ema, stream: Stream, prompts, p: dict, micro: int, dtype, de
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed.fsdp import FSDPModule
 
     from common import cosmos3
 
@@ -1051,9 +1061,8 @@ def validate(tower, ema, stream: Stream, prompts, p: dict, micro: int, dtype, de
             real = [p["normalizer"].denormalize(a.cpu().numpy()) for a in (actions, batch["actions"][..., : LIBERO.raw_action_dim])]
             errors = [torch.from_numpy(e.mean(-1)) for e in libero.action_error(*real).values()]
             sums += torch.stack([*losses, *errors])[:, counted].sum(1)
-        for module in tower.modules():  # weights that stay gathered after a forward may be the averaged ones
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in sharded(tower):  # weights that stay gathered after a forward may be the averaged ones
+            module.reshard()
     dist.all_reduce(sums)
     vision, action, position, rotation, gripper = (sums / count).tolist()
     return {

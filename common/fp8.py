@@ -33,11 +33,12 @@ def rounded(a: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("cosmos::fp8_rows", mutates_args=())
 def rows(a: Tensor) -> tuple[Tensor, Tensor]:
     """a [m, k] -> (a rounded along k, scales [m, 1])."""
+    a = a.contiguous()
     if a.is_cuda:
         from common import fp8_kernels
 
-        return fp8_kernels.rows(a.contiguous(), *FORMAT)
-    return rounded(a.contiguous(), 1)
+        return fp8_kernels.rows(a, *FORMAT)
+    return rounded(a, 1)
 
 
 @torch.library.custom_op("cosmos::fp8_transposed", mutates_args=())
@@ -61,13 +62,13 @@ def weight_again(weight: Tensor) -> tuple[Tensor, Tensor]:
 def both(dy: Tensor, of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dy [m, n], factors float32 [m, 1] and [n, 1] -> (dy * of_columns rounded along n, its scales [m, 1],
     dy * of_rows rounded along m and transposed [n, m], its scales [n, 1])."""
+    dy = dy.contiguous()
     if dy.is_cuda:
         from common import fp8_kernels
 
-        return fp8_kernels.both(dy.contiguous(), of_rows, of_columns, *FORMAT)
-    dy = dy.float().contiguous()
-    q, scale = rounded(dy * of_columns.t(), 1)
-    qt, scale_t = rounded(dy * of_rows, 0)
+        return fp8_kernels.both(dy, of_rows, of_columns, *FORMAT)
+    q, scale = rounded(dy.float() * of_columns.t(), 1)
+    qt, scale_t = rounded(dy.float() * of_rows, 0)
     return q, scale, qt.t().contiguous(), scale_t.t().contiguous()
 
 

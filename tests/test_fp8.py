@@ -1,17 +1,11 @@
 """common/fp8.py: float8 products keep to what e4m3 can hold, and change nothing else.    Run: ./run_tests.sh tests/test_fp8.py"""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from conftest import run_script
 from torch import nn
 
 from common import cosmos3, fp8, tiny
-
-REPO = Path(__file__).resolve().parents[1]
 
 
 def error(found, expected):
@@ -109,8 +103,7 @@ print("equal")
 
 def test_kernels_give_what_the_emulation_gives():
     """Sides that are no multiples of a tile, rows of magnitudes from 1e-5 to 1e5, a row of zeros; in Triton's interpreter, without a GPU."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNELS], cwd=REPO, env=environment, capture_output=True, text=True, check=False)
+    done = run_script("-c", KERNELS, env={"TRITON_INTERPRET": "1"})
     assert done.stdout.strip() == "equal", done.stderr
 
 

@@ -55,11 +55,11 @@ def main() -> int:
     if any([process.wait() for _, process in running.values()]):  # a list: wait for all of them
         raise SystemExit("a run of stage 05 failed; its error is above")
 
-    losses, means = {}, {}
+    means = {}
     figure, axis = plt.subplots(figsize=(8, 4.5))
     for (name, seed), (run, _) in running.items():
         (read,) = tb.read([run])
-        found = losses[name, seed] = np.asarray(read.series["train/loss"].values)
+        found = np.asarray(read.series["train/loss"].values)
         means[name, seed] = np.array([found[i : i + SMOOTH].mean() for i in range(args.steps // 2, args.steps - SMOOTH + 1, SMOOTH)])
         console.ok(f"{name}, seed {seed}", " ".join(f"{part.mean():.3f}" for part in np.array_split(found, 10)))
         label = f"{' '.join(args.flags) if name == 'changed' else 'without'}, seed {seed}"
